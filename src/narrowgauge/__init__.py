@@ -1,0 +1,6 @@
+"""Narrowgauge: every number that training moves, in the narrowest format that still converges."""
+
+from narrowgauge.formats import BlockFormat as BlockFormat
+from narrowgauge.formats import FloatFormat as FloatFormat
+from narrowgauge.formats import IntFormat as IntFormat
+from narrowgauge.formats import format_of as format_of

@@ -1,0 +1,538 @@
+"""What a number is: floating-point, integer and block formats, and their names.
+
+A format is plain, immutable data: it knows its largest and smallest values and what each of its
+codes means, and nothing about tensors. Everything that rounds, packs or scales asks it. The
+trade-off: one description covers every format up to 23 mantissa bits (IEEE-like, OCP, FNUZ, your
+own), so a format is a few integers here instead of hand-written code per type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal, TypeAlias
+
+import torch
+
+Specials = Literal["ieee", "fn", "fnuz", "finite"]
+
+_MAX_EXPONENT_BITS = 8
+_MAX_MANTISSA_BITS = 23
+_FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+_FLOAT32_MIN_EXPONENT = -149  # of the smallest float32 subnormal
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format: sign, exponent, mantissa.
+
+    Args:
+        exponent_bits: width of the exponent field, 1 to 8.
+        mantissa_bits: width of the mantissa field (without the hidden bit), 0 to 23.
+        bias: subtracted from the exponent field; ``None`` means the usual one:
+            ``2**(exponent_bits - 1) - 1``, and one more for ``"fnuz"``.
+        specials: what the codes at the edge of the range mean.
+
+            - ``"ieee"``: the topmost exponent holds infinity (mantissa 0) and NaN, as in IEEE 754.
+              Without mantissa bits there is an infinity and no NaN.
+            - ``"fn"``: no infinity; the code of all ones is NaN (OCP OFP8 E4M3).
+            - ``"fnuz"``: no infinity, no negative zero; the code of negative zero is NaN.
+            - ``"finite"``: every code is a finite number (OCP MX element formats of 4 and 6 bits).
+        subnormals: whether numbers below the smallest normal exist. Without them the neighbours of
+            the smallest normal number are zero and its successor.
+        signed: ``False`` only for scale formats such as ``e8m0`` (OCP MX): no sign, no zero.
+
+    Raises:
+        ValueError: a field is out of range, or the format's values do not all fit into float32.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int | None = None
+    specials: Specials = "ieee"
+    subnormals: bool = True
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.exponent_bits <= _MAX_EXPONENT_BITS:
+            raise ValueError(
+                f"exponent_bits is {self.exponent_bits}; allowed: 1 to {_MAX_EXPONENT_BITS}"
+            )
+        if not 0 <= self.mantissa_bits <= _MAX_MANTISSA_BITS:
+            raise ValueError(
+                f"mantissa_bits is {self.mantissa_bits}; allowed: 0 to {_MAX_MANTISSA_BITS}"
+            )
+        if self.specials not in ("ieee", "fn", "fnuz", "finite"):
+            raise ValueError(
+                f"specials is {self.specials!r}; allowed: 'ieee', 'fn', 'fnuz', 'finite'"
+            )
+        if self.bias is None:
+            usual = 2 ** (self.exponent_bits - 1) - 1
+            object.__setattr__(self, "bias", usual + (self.specials == "fnuz"))
+        if not self.signed and (self.mantissa_bits, self.specials, self.subnormals) != (
+            0,
+            "fn",
+            False,
+        ):
+            raise ValueError(
+                "an unsigned format is a scale: it needs mantissa_bits=0, specials='fn', "
+                "subnormals=False (as e8m0 has)"
+            )
+        if self._smallest_code > self.largest_code:
+            raise ValueError(
+                f"{self.name} has no finite number besides zero; give it more exponent or mantissa "
+                "bits, or specials='finite'"
+            )
+        if self.largest > _FLOAT32_MAX or self.smallest < 2.0**_FLOAT32_MIN_EXPONENT:
+            raise ValueError(
+                f"{self.name} reaches from {self.smallest:.4g} to {self.largest:.4g}, outside of "
+                f"float32 (2**-149 to {_FLOAT32_MAX:.4g}); choose another bias"
+            )
+
+    # -- codes: the integers that stand for numbers, without the sign bit ----------------------
+
+    @property
+    def bits(self) -> int:
+        """Width of one code in bits."""
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def largest_code(self) -> int:
+        """Code (without sign) of the largest finite number."""
+        all_ones = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+        if self.specials == "ieee":
+            return all_ones - 2**self.mantissa_bits
+        return all_ones - (self.specials == "fn")
+
+    @property
+    def infinity_code(self) -> int | None:
+        """Code (without sign) of infinity; ``None`` if the format has none."""
+        return self.largest_code + 1 if self.has_infinity else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """Code of the quiet NaN, without sign (FNUZ: the sign bit itself); ``None`` if absent."""
+        if self.specials == "ieee" and self.mantissa_bits:
+            return self.largest_code + 1 + 2 ** (self.mantissa_bits - 1)
+        if self.specials == "fn":
+            return self.largest_code + 1
+        if self.specials == "fnuz":
+            return int(2 ** (self.exponent_bits + self.mantissa_bits))
+        return None
+
+    @property
+    def _smallest_code(self) -> int:
+        if not self.signed:
+            return 0
+        return 1 if self.subnormals else 2**self.mantissa_bits
+
+    def _magnitude(self, code: int) -> float:
+        """Value of a finite code without sign."""
+        field, mantissa = divmod(code, 2**self.mantissa_bits)
+        if not self.signed:
+            return math.ldexp(1.0, field - self._bias)
+        if field == 0:
+            hidden, exponent = 0, self.min_exponent
+            mantissa = mantissa if self.subnormals else 0
+        else:
+            hidden, exponent = 2**self.mantissa_bits, field - self._bias
+        return math.ldexp(hidden + mantissa, exponent - self.mantissa_bits)
+
+    def value_of(self, code: int) -> float:
+        """Value of one code of ``bits`` bits, sign included; exact in a Python float."""
+        if not 0 <= code < 2**self.bits:
+            raise ValueError(f"code is {code}; {self.name} has codes 0 to {2**self.bits - 1}")
+        sign_bit = int(2 ** (self.exponent_bits + self.mantissa_bits))
+        negative, magnitude = divmod(code, sign_bit) if self.signed else (0, code)
+        if self.specials == "fnuz" and code == sign_bit:
+            return math.nan
+        if magnitude <= self.largest_code:
+            value = self._magnitude(magnitude)
+        else:
+            value = math.inf if magnitude == self.infinity_code else math.nan
+        return -value if negative else value
+
+    def values(self) -> torch.Tensor:
+        """Values of all codes, in the order of the codes: float32 of shape ``(2**bits,)``.
+
+        Raises:
+            ValueError: the format is wider than 16 bits.
+        """
+        return _table(self)
+
+    # -- properties of the numbers -------------------------------------------------------------
+
+    @property
+    def _bias(self) -> int:
+        assert self.bias is not None
+        return self.bias
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number (unsigned formats: of the smallest number)."""
+        return 1 - self._bias if self.signed else -self._bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite number: ``largest`` lies in [2**e, 2**(e+1))."""
+        return math.frexp(self.largest)[1] - 1
+
+    @cached_property
+    def largest(self) -> float:
+        """Largest finite number."""
+        return self._magnitude(self.largest_code)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal number, ``2**min_exponent``."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float | None:
+        """Smallest positive subnormal number; ``None`` if the format has none."""
+        has = self.subnormals and self.mantissa_bits > 0
+        return 2.0 ** (self.min_exponent - self.mantissa_bits) if has else None
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive number of the format."""
+        return self._magnitude(self._smallest_code)
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger number, ``2**-mantissa_bits``."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether the format can hold infinity."""
+        return self.specials == "ieee"
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether the format can hold NaN."""
+        return self.nan_code is not None
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether negative zero differs from zero."""
+        return self.signed and self.specials != "fnuz"
+
+    @property
+    def overflow_threshold(self) -> tuple[float, bool]:
+        """Where rounding to nearest-even leaves the finite numbers.
+
+        Returns:
+            ``(midpoint, inclusive)``: magnitudes above ``midpoint`` overflow, and ``midpoint``
+            itself does if ``inclusive`` (the tie goes to the even code).
+        """
+        spacing = 2.0 ** (max(self.max_exponent, self.min_exponent) - self.mantissa_bits)
+        return self.largest + spacing / 2, self.largest_code % 2 == 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The torch dtype with the same bits and meaning, if torch has one."""
+        return _torch_dtypes().get(self)
+
+    @property
+    def name(self) -> str:
+        """The name that :func:`format_of` turns back into this format."""
+        known = _known_names().get(self)
+        if known is not None:
+            return known
+        usual = 2 ** (self.exponent_bits - 1) - 1 + (self.specials == "fnuz")
+        return (
+            f"{'' if self.signed else 'u'}e{self.exponent_bits}m{self.mantissa_bits}"
+            f"{'' if self.bias == usual else f'b{self.bias}'}"
+            f"{'' if self.specials == 'ieee' or not self.signed else self.specials}"
+            f"{'' if self.subnormals or not self.signed else 'ftz'}"
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """Symmetric integers of ``bits`` bits, two's complement: −(2**(bits−1)−1) … 2**(bits−1)−1.
+
+    The code of −2**(bits−1) is never produced; when decoded it has that value. Values beyond the
+    range saturate. There is no infinity, no NaN and no negative zero.
+
+    Args:
+        bits: 2 to 16.
+
+    Raises:
+        ValueError: ``bits`` is out of range.
+    """
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 16:
+            raise ValueError(f"bits is {self.bits}; an integer format has 2 to 16 bits")
+
+    @property
+    def largest(self) -> float:
+        """Largest number."""
+        return float(2 ** (self.bits - 1) - 1)
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive number: 1."""
+        return 1.0
+
+    @property
+    def epsilon(self) -> float:
+        """Distance between neighbours: 1."""
+        return 1.0
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest number."""
+        return self.bits - 2
+
+    @property
+    def has_infinity(self) -> bool:
+        """Always false."""
+        return False
+
+    @property
+    def has_nan(self) -> bool:
+        """Always false."""
+        return False
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Always false."""
+        return False
+
+    @property
+    def overflow_threshold(self) -> tuple[float, bool]:
+        """As :attr:`FloatFormat.overflow_threshold`; the tie above the odd largest overflows."""
+        return self.largest + 0.5, True
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """``None``: torch's integers are not symmetric."""
+        return None
+
+    def value_of(self, code: int) -> float:
+        """Value of one two's-complement code of ``bits`` bits."""
+        if not 0 <= code < 2**self.bits:
+            raise ValueError(f"code is {code}; {self.name} has codes 0 to {2**self.bits - 1}")
+        return float(code - 2**self.bits if code >= 2 ** (self.bits - 1) else code)
+
+    def values(self) -> torch.Tensor:
+        """Values of all codes, in the order of the codes: float32 of shape ``(2**bits,)``."""
+        return _table(self)
+
+    @property
+    def name(self) -> str:
+        """The name that :func:`format_of` turns back into this format."""
+        return f"int{self.bits}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements in blocks that share one power-of-two scale (OCP Microscaling, and wire formats).
+
+    A number is ``element * scale``. Blocks are cut from the flattened tensor; the last one may be
+    shorter. A block's scale is the smallest power of two under which its largest magnitude still
+    rounds to a finite element, so no element ever overflows.
+
+    Args:
+        element: format of the elements, 1 to 16 bits each.
+        block_size: elements per block, at least 1.
+        scale: unsigned format of the scale; ``e8m0`` as in OCP MX.
+
+    Raises:
+        ValueError: an element of more than 16 bits, an empty block, or a scale with a sign.
+    """
+
+    element: FloatFormat | IntFormat
+    block_size: int = 32
+    scale: FloatFormat = FloatFormat(8, 0, None, "fn", False, False)
+
+    def __post_init__(self) -> None:
+        if self.element.bits > 16 or (isinstance(self.element, FloatFormat) and not self.element.signed):
+            raise ValueError(
+                f"{self.element.name} cannot be a block's element; allowed: signed formats of at "
+                "most 16 bits"
+            )
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
+        if self.scale.signed:
+            raise ValueError(
+                f"scale is {self.scale.name}; allowed: an unsigned power-of-two format such as e8m0"
+            )
+
+    @property
+    def bits(self) -> float:
+        """Bits per element, the scale's share included."""
+        return self.element.bits + self.scale.bits / self.block_size
+
+    @property
+    def name(self) -> str:
+        """The name that :func:`format_of` turns back into this format."""
+        known = _known_names().get(self)
+        if known is not None:
+            return known
+        suffix = "" if self.scale.name == "e8m0" else f":{self.scale.name}"
+        return f"{self.element.name}@{self.block_size}{suffix}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Format: TypeAlias = FloatFormat | IntFormat | BlockFormat
+FormatLike: TypeAlias = Format | str | torch.dtype
+
+
+@cache
+def known_formats() -> dict[str, Format]:
+    """The formats with a name of their own, by name; any other is spelt ``eXmY…`` or ``intN``."""
+    e4m3fn = FloatFormat(4, 3, specials="fn")
+    e5m2 = FloatFormat(5, 2)
+    e2m3fn = FloatFormat(2, 3, specials="finite")
+    e3m2fn = FloatFormat(3, 2, specials="finite")
+    e2m1fn = FloatFormat(2, 1, specials="finite")
+    return {
+        "fp32": FloatFormat(8, 23),
+        "tf32": FloatFormat(8, 10),
+        "bf16": FloatFormat(8, 7),
+        "fp16": FloatFormat(5, 10),
+        "e5m2": e5m2,
+        "e4m3": FloatFormat(4, 3),
+        "e4m3fn": e4m3fn,
+        "e5m2fnuz": FloatFormat(5, 2, specials="fnuz"),
+        "e4m3fnuz": FloatFormat(4, 3, specials="fnuz"),
+        "e3m4": FloatFormat(3, 4),
+        "e3m0": FloatFormat(3, 0),
+        # ml_dtypes and OCP call these "fn" although they have no NaN either.
+        "e2m3fn": e2m3fn,
+        "e3m2fn": e3m2fn,
+        "e2m1fn": e2m1fn,
+        "e8m0": FloatFormat(8, 0, None, "fn", False, False),
+        "int8": IntFormat(8),
+        "int4": IntFormat(4),
+        "mxfp8_e5m2": BlockFormat(e5m2),
+        "mxfp8_e4m3": BlockFormat(e4m3fn),
+        "mxfp6_e3m2": BlockFormat(e3m2fn),
+        "mxfp6_e2m3": BlockFormat(e2m3fn),
+        "mxfp4_e2m1": BlockFormat(e2m1fn),
+    }
+
+
+_ALIASES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "mxfp4": "mxfp4_e2m1",
+    "e8m23": "fp32",
+    "e8m10": "tf32",
+    "e8m7": "bf16",
+    "e5m10": "fp16",
+}
+_SPELT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|finite|fn)?(ftz)?")
+
+
+@cache
+def _known_names() -> dict[Format, str]:
+    return {format: name for name, format in known_formats().items()}
+
+
+@cache
+def _torch_dtypes() -> dict[Format, torch.dtype]:
+    names = {
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "e5m2": "float8_e5m2",
+        "e4m3fn": "float8_e4m3fn",
+        "e5m2fnuz": "float8_e5m2fnuz",
+        "e4m3fnuz": "float8_e4m3fnuz",
+        "e8m0": "float8_e8m0fnu",  # since torch 2.7
+    }
+    known = known_formats()
+    return {known[ours]: getattr(torch, theirs) for ours, theirs in names.items() if hasattr(torch, theirs)}
+
+
+@cache
+def _table(format: FloatFormat | IntFormat) -> torch.Tensor:
+    if format.bits > 16:
+        raise ValueError(f"{format.name} has 2**{format.bits} values; listed only up to 16 bits")
+    codes = range(2**format.bits)
+    return torch.tensor([format.value_of(code) for code in codes], dtype=torch.float32)
+
+
+def _unknown(name: str) -> ValueError:
+    names = list(known_formats())
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return ValueError(
+        f"format {name!r} is unknown; {hint}Known: {', '.join(names)}; or any eXmY with X ≤ 8, "
+        "Y ≤ 23 (suffix fn, fnuz, finite), intN with N ≤ 16, or element@block such as int4@64."
+    )
+
+
+@cache
+def _parse(name: str) -> Format:
+    text = name.strip().lower()
+    text = _ALIASES.get(text, text)
+    known = known_formats().get(text)
+    if known is not None:
+        return known
+    if "@" in text:
+        element_text, _, rest = text.partition("@")
+        size, _, scale_text = rest.partition(":")
+        element, scale = _parse(element_text), _parse(scale_text or "e8m0")
+        if not size.isdecimal() or isinstance(element, BlockFormat) or not isinstance(scale, FloatFormat):
+            raise _unknown(name)
+        return BlockFormat(element, int(size), scale)
+    if text.startswith("int") and text[3:].isdecimal():
+        return IntFormat(int(text[3:]))
+    match = _SPELT.fullmatch(text)
+    if match is None:
+        raise _unknown(name)
+    unsigned, exponent, mantissa, bias, specials, flush = match.groups()
+    return FloatFormat(
+        int(exponent),
+        int(mantissa),
+        None if bias is None else int(bias),
+        "fn" if unsigned else (specials or "ieee"),  # type: ignore[arg-type]
+        subnormals=not (flush or unsigned),
+        signed=not unsigned,
+    )
+
+
+def format_of(format: FormatLike) -> Format:
+    """The format meant by a name, a torch dtype, or a format itself.
+
+    Args:
+        format: ``"e4m3"``, ``"bf16"``, ``"mxfp8_e4m3"``, ``"int4@64"``, any ``eXmY`` with an
+            optional bias (``b11``) and suffix (``fn``, ``fnuz``, ``finite``, ``ftz`` for no
+            subnormals); ``torch.bfloat16``; or a format object.
+
+    Raises:
+        ValueError: the name is unknown (a near name is suggested), or torch's dtype has no format.
+        TypeError: something else was given.
+    """
+    if isinstance(format, FloatFormat | IntFormat | BlockFormat):
+        return format
+    if isinstance(format, str):
+        return _parse(format)
+    if isinstance(format, torch.dtype):
+        for known, dtype in _torch_dtypes().items():
+            if dtype == format:
+                return known
+        raise ValueError(f"{format} is not a format; allowed dtypes: {', '.join(map(str, _torch_dtypes().values()))}")
+    raise TypeError(
+        f"a format is a name, a torch.dtype, a FloatFormat, IntFormat or BlockFormat; got {type(format).__name__}"
+    )
