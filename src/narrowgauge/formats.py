@@ -13,16 +13,13 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 
 Specials = Literal["ieee", "fn", "fnuz", "finite"]
 
-_MAX_EXPONENT_BITS = 8
-_MAX_MANTISSA_BITS = 23
 _FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
-_FLOAT32_MIN_EXPONENT = -149  # of the smallest float32 subnormal
 
 
 @dataclass(frozen=True)
@@ -57,26 +54,15 @@ class FloatFormat:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.exponent_bits <= _MAX_EXPONENT_BITS:
-            raise ValueError(
-                f"exponent_bits is {self.exponent_bits}; allowed: 1 to {_MAX_EXPONENT_BITS}"
-            )
-        if not 0 <= self.mantissa_bits <= _MAX_MANTISSA_BITS:
-            raise ValueError(
-                f"mantissa_bits is {self.mantissa_bits}; allowed: 0 to {_MAX_MANTISSA_BITS}"
-            )
-        if self.specials not in ("ieee", "fn", "fnuz", "finite"):
-            raise ValueError(
-                f"specials is {self.specials!r}; allowed: 'ieee', 'fn', 'fnuz', 'finite'"
-            )
+        if not 1 <= self.exponent_bits <= 8:
+            raise ValueError(f"exponent_bits is {self.exponent_bits}; allowed: 1 to 8")
+        if not 0 <= self.mantissa_bits <= 23:
+            raise ValueError(f"mantissa_bits is {self.mantissa_bits}; allowed: 0 to 23")
+        if self.specials not in get_args(Specials):
+            raise ValueError(f"specials is {self.specials!r}; allowed: {get_args(Specials)}")
         if self.bias is None:
-            usual = 2 ** (self.exponent_bits - 1) - 1
-            object.__setattr__(self, "bias", usual + (self.specials == "fnuz"))
-        if not self.signed and (self.mantissa_bits, self.specials, self.subnormals) != (
-            0,
-            "fn",
-            False,
-        ):
+            object.__setattr__(self, "bias", self._usual_bias)
+        if not self.signed and (self.mantissa_bits or self.specials != "fn" or self.subnormals):
             raise ValueError(
                 "an unsigned format is a scale: it needs mantissa_bits=0, specials='fn', "
                 "subnormals=False (as e8m0 has)"
@@ -86,13 +72,11 @@ class FloatFormat:
                 f"{self.name} has no finite number besides zero; give it more exponent or mantissa "
                 "bits, or specials='finite'"
             )
-        if self.largest > _FLOAT32_MAX or self.smallest < 2.0**_FLOAT32_MIN_EXPONENT:
+        if self.largest > _FLOAT32_MAX or self.smallest < 2.0**-149:
             raise ValueError(
                 f"{self.name} reaches from {self.smallest:.4g} to {self.largest:.4g}, outside of "
                 f"float32 (2**-149 to {_FLOAT32_MAX:.4g}); choose another bias"
             )
-
-    # -- codes: the integers that stand for numbers, without the sign bit ----------------------
 
     @property
     def bits(self) -> int:
@@ -102,9 +86,9 @@ class FloatFormat:
     @property
     def largest_code(self) -> int:
         """Code (without sign) of the largest finite number."""
-        all_ones = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+        all_ones: int = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
         if self.specials == "ieee":
-            return all_ones - 2**self.mantissa_bits
+            return all_ones - int(2**self.mantissa_bits)
         return all_ones - (self.specials == "fn")
 
     @property
@@ -116,7 +100,7 @@ class FloatFormat:
     def nan_code(self) -> int | None:
         """Code of the quiet NaN, without sign (FNUZ: the sign bit itself); ``None`` if absent."""
         if self.specials == "ieee" and self.mantissa_bits:
-            return self.largest_code + 1 + 2 ** (self.mantissa_bits - 1)
+            return self.largest_code + 1 + int(2 ** (self.mantissa_bits - 1))
         if self.specials == "fn":
             return self.largest_code + 1
         if self.specials == "fnuz":
@@ -163,12 +147,14 @@ class FloatFormat:
         """
         return _table(self)
 
-    # -- properties of the numbers -------------------------------------------------------------
-
     @property
     def _bias(self) -> int:
         assert self.bias is not None
         return self.bias
+
+    @property
+    def _usual_bias(self) -> int:
+        return int(2 ** (self.exponent_bits - 1)) - 1 + (self.specials == "fnuz")
 
     @property
     def min_exponent(self) -> int:
@@ -243,10 +229,9 @@ class FloatFormat:
         known = _known_names().get(self)
         if known is not None:
             return known
-        usual = 2 ** (self.exponent_bits - 1) - 1 + (self.specials == "fnuz")
         return (
             f"{'' if self.signed else 'u'}e{self.exponent_bits}m{self.mantissa_bits}"
-            f"{'' if self.bias == usual else f'b{self.bias}'}"
+            f"{'' if self.bias == self._usual_bias else f'b{self.bias}'}"
             f"{'' if self.specials == 'ieee' or not self.signed else self.specials}"
             f"{'' if self.subnormals or not self.signed else 'ftz'}"
         )
@@ -275,20 +260,18 @@ class IntFormat:
         if not 2 <= self.bits <= 16:
             raise ValueError(f"bits is {self.bits}; an integer format has 2 to 16 bits")
 
+    signed: ClassVar[bool] = True
+    smallest: ClassVar[float] = 1.0
+    epsilon: ClassVar[float] = 1.0
+    has_infinity: ClassVar[bool] = False
+    has_nan: ClassVar[bool] = False
+    has_negative_zero: ClassVar[bool] = False
+    torch_dtype: ClassVar[torch.dtype | None] = None  # torch's integers are not symmetric
+
     @property
     def largest(self) -> float:
         """Largest number."""
         return float(2 ** (self.bits - 1) - 1)
-
-    @property
-    def smallest(self) -> float:
-        """Smallest positive number: 1."""
-        return 1.0
-
-    @property
-    def epsilon(self) -> float:
-        """Distance between neighbours: 1."""
-        return 1.0
 
     @property
     def max_exponent(self) -> int:
@@ -296,29 +279,9 @@ class IntFormat:
         return self.bits - 2
 
     @property
-    def has_infinity(self) -> bool:
-        """Always false."""
-        return False
-
-    @property
-    def has_nan(self) -> bool:
-        """Always false."""
-        return False
-
-    @property
-    def has_negative_zero(self) -> bool:
-        """Always false."""
-        return False
-
-    @property
     def overflow_threshold(self) -> tuple[float, bool]:
         """As :attr:`FloatFormat.overflow_threshold`; the tie above the odd largest overflows."""
         return self.largest + 0.5, True
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """``None``: torch's integers are not symmetric."""
-        return None
 
     def value_of(self, code: int) -> float:
         """Value of one two's-complement code of ``bits`` bits."""
@@ -361,7 +324,7 @@ class BlockFormat:
     scale: FloatFormat = FloatFormat(8, 0, None, "fn", False, False)
 
     def __post_init__(self) -> None:
-        if self.element.bits > 16 or (isinstance(self.element, FloatFormat) and not self.element.signed):
+        if self.element.bits > 16 or not self.element.signed:
             raise ValueError(
                 f"{self.element.name} cannot be a block's element; allowed: signed formats of at "
                 "most 16 bits"
@@ -398,8 +361,7 @@ FormatLike: TypeAlias = Format | str | torch.dtype
 @cache
 def known_formats() -> dict[str, Format]:
     """The formats with a name of their own, by name; any other is spelt ``eXmY…`` or ``intN``."""
-    e4m3fn = FloatFormat(4, 3, specials="fn")
-    e5m2 = FloatFormat(5, 2)
+    e5m2, e4m3fn = FloatFormat(5, 2), FloatFormat(4, 3, specials="fn")
     e2m3fn = FloatFormat(2, 3, specials="finite")
     e3m2fn = FloatFormat(3, 2, specials="finite")
     e2m1fn = FloatFormat(2, 1, specials="finite")
@@ -430,16 +392,7 @@ def known_formats() -> dict[str, Format]:
     }
 
 
-_ALIASES = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "mxfp4": "mxfp4_e2m1",
-    "e8m23": "fp32",
-    "e8m10": "tf32",
-    "e8m7": "bf16",
-    "e5m10": "fp16",
-}
+_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "mxfp4": "mxfp4_e2m1"}
 _SPELT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|finite|fn)?(ftz)?")
 
 
@@ -461,7 +414,11 @@ def _torch_dtypes() -> dict[Format, torch.dtype]:
         "e8m0": "float8_e8m0fnu",  # since torch 2.7
     }
     known = known_formats()
-    return {known[ours]: getattr(torch, theirs) for ours, theirs in names.items() if hasattr(torch, theirs)}
+    return {
+        known[ours]: getattr(torch, theirs)
+        for ours, theirs in names.items()
+        if hasattr(torch, theirs)
+    }
 
 
 @cache
@@ -493,7 +450,11 @@ def _parse(name: str) -> Format:
         element_text, _, rest = text.partition("@")
         size, _, scale_text = rest.partition(":")
         element, scale = _parse(element_text), _parse(scale_text or "e8m0")
-        if not size.isdecimal() or isinstance(element, BlockFormat) or not isinstance(scale, FloatFormat):
+        if (
+            not size.isdecimal()
+            or isinstance(element, BlockFormat)
+            or not isinstance(scale, FloatFormat)
+        ):
             raise _unknown(name)
         return BlockFormat(element, int(size), scale)
     if text.startswith("int") and text[3:].isdecimal():
@@ -532,7 +493,9 @@ def format_of(format: FormatLike) -> Format:
         for known, dtype in _torch_dtypes().items():
             if dtype == format:
                 return known
-        raise ValueError(f"{format} is not a format; allowed dtypes: {', '.join(map(str, _torch_dtypes().values()))}")
+        allowed = ", ".join(map(str, _torch_dtypes().values()))
+        raise ValueError(f"{format} is not a format; allowed dtypes: {allowed}")
     raise TypeError(
-        f"a format is a name, a torch.dtype, a FloatFormat, IntFormat or BlockFormat; got {type(format).__name__}"
+        "a format is a name, a torch.dtype, a FloatFormat, IntFormat or BlockFormat; got "
+        f"{type(format).__name__}"
     )

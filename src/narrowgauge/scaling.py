@@ -23,14 +23,16 @@ ALL_ZERO = -128
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -126, 112
 """Range of scale exponents: 2**exponent, its inverse, and the inverse divided by up to 4096 ranks
-are normal float32 numbers. Tensors whose largest magnitude is below about 2**-112 lose precision."""
+are normal float32 numbers. Tensors whose largest magnitude is below 2**-112 lose precision."""
 
 _INFINITY_BITS = 0x7F800000
 
 
 def needs_scale(format: FloatFormat | IntFormat) -> bool:
     """Whether a scale helps: formats with float32's own exponents (bf16, tf32, fp32) need none."""
-    return not (isinstance(format, FloatFormat) and format.exponent_bits == 8 and format.bias == 127)
+    return not (
+        isinstance(format, FloatFormat) and format.exponent_bits == 8 and format.bias == 127
+    )
 
 
 def scale_exponents(magnitudes: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""How tensors are cut into messages.
+
+A reduction works on one flat buffer in which several tensors lie one after the other, each with a
+format of its own. The buffer is cut into *chunks* that travel through the pipeline one behind the
+other; with more than two ranks a chunk is cut into one *piece* per rank, which that rank sums for
+all. A piece is one message: first one exponent byte per *segment*, then the packed codes. Segments
+are the parts of tensors inside a piece: no scale is ever shared between tensors. Cutting by bytes
+rather than by tensors keeps the messages equal, at the price of more than one scale per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from narrowgauge.formats import FloatFormat, IntFormat
+from narrowgauge.kernels.raw import packed_bytes
+
+_ALIGNMENT = 16  # elements; vector kernels start at the beginning of a cache line
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``begin`` to ``end`` of the flat buffer, all of one tensor and format.
+
+    ``offset`` and ``size`` are bytes: where their codes lie in the message.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+    format: FloatFormat | IntFormat
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One message: ``size`` bytes, ``len(segments)`` of them exponents."""
+
+    segments: tuple[Segment, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All messages of one reduction.
+
+    Attributes:
+        numel: elements in the flat buffer.
+        sizes: elements per tensor.
+        formats: format per tensor.
+        chunks: per chunk its pieces: one (one-shot), or one per rank in rank order (two-shot).
+        one_shot: whether everybody sends everything, instead of each rank summing its piece.
+    """
+
+    numel: int
+    sizes: tuple[int, ...]
+    formats: tuple[FloatFormat | IntFormat, ...]
+    chunks: tuple[tuple[Piece, ...], ...]
+    one_shot: bool
+
+
+def cut(
+    sizes: Sequence[int],
+    formats: Sequence[FloatFormat | IntFormat],
+    world_size: int,
+    message_bytes: int,
+) -> Layout:
+    """Cut tensors of ``sizes`` elements into messages of about ``message_bytes`` bytes.
+
+    Two ranks exchange everything in one step (one-shot); more ranks reduce in two (two-shot), which
+    needs the fewest bytes: 2(p-1)/p of the packed buffer per rank.
+    """
+    one_shot = world_size <= 2
+    pieces_per_chunk = 1 if one_shot else world_size
+    total_bytes = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / 8
+    chunk_count = max(1, round(total_bytes / (message_bytes * pieces_per_chunk)))
+    borders = _borders(sizes, formats, chunk_count * pieces_per_chunk)
+    pieces = [_piece(sizes, formats, begin, end) for begin, end in pairwise(borders)]
+    chunks = tuple(
+        tuple(pieces[first : first + pieces_per_chunk])
+        for first in range(0, len(pieces), pieces_per_chunk)
+    )
+    return Layout(sum(sizes), tuple(sizes), tuple(formats), chunks, one_shot)
+
+
+def _borders(
+    sizes: Sequence[int], formats: Sequence[FloatFormat | IntFormat], count: int
+) -> list[int]:
+    """Element indices that cut the flat buffer into ``count`` parts of about equal bytes."""
+    total_bits = sum(size * format.bits for size, format in zip(sizes, formats, strict=True))
+    borders = [0]
+    begin = bits_before = 0
+    for size, format in zip(sizes, formats, strict=True):
+        bits = size * format.bits
+        while len(borders) < count and bits_before + bits >= total_bits * len(borders) // count:
+            target_bits = total_bits * len(borders) // count - bits_before
+            index = begin + target_bits // format.bits
+            borders.append(max(borders[-1], index - index % _ALIGNMENT))
+        begin += size
+        bits_before += bits
+    return borders + [begin] * (count + 1 - len(borders))
+
+
+def _piece(
+    sizes: Sequence[int], formats: Sequence[FloatFormat | IntFormat], begin: int, end: int
+) -> Piece:
+    parts = []
+    tensor_begin = 0
+    for tensor, (size, format) in enumerate(zip(sizes, formats, strict=True)):
+        first, last = max(tensor_begin, begin), min(tensor_begin + size, end)
+        if first < last:
+            parts.append((tensor, first, last, format))
+        tensor_begin += size
+    offset = len(parts)  # one exponent byte each comes first
+    segments = []
+    for tensor, first, last, format in parts:
+        size = packed_bytes(last - first, format.bits)
+        segments.append(Segment(tensor, first, last, format, offset, size))
+        offset += size
+    return Piece(tuple(segments), offset)

@@ -1,0 +1,212 @@
+"""What a message says: exponents and codes of one piece, written, summed and read.
+
+Pure arithmetic on buffers, without ranks or threads. A message starts with one exponent byte per
+segment; two values stand for "all zero" and "not finite", whose codes carry nothing. Sums are made
+in float32, in the order of the senders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from narrowgauge import kernels
+from narrowgauge.collectives.layout import Piece, Segment
+from narrowgauge.formats import FloatFormat, IntFormat
+from narrowgauge.scaling import (
+    ALL_ZERO,
+    NON_FINITE,
+    largest_exponents,
+    needs_scale,
+    scale_exponents,
+    shared_exponents,
+)
+
+Scale: TypeAlias = Literal["local", "shared"] | None
+Op: TypeAlias = Literal["mean", "sum"]
+
+_THREADS = 1  # per call: three pipeline stages already run beside the computation
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How senders' values become one result: over how many ranks, scaled how, mean or sum."""
+
+    world_size: int
+    scale: Scale
+    op: Op
+
+    def factors(self, format: FloatFormat | IntFormat) -> tuple[int, float, float]:
+        """The powers and factors around the sum: ``(shift, factor, last_factor)``.
+
+        Values are multiplied by ``2**-shift`` before they are summed, the sum by ``factor`` before
+        it is encoded, and by ``last_factor`` once it is decoded.
+
+        A mean is encoded as a mean: it is no larger than its largest term, so the terms' exponents
+        still fit. With a shared scale, which left room for the sum, the sum itself is encoded.
+        """
+        size = self.world_size
+        mean = self.op == "mean"
+        if not needs_scale(format):
+            return 0, (1 / size if mean else 1.0), 1.0
+        if self.scale == "shared":
+            return 0, 1.0, (1 / size if mean else 1.0)
+        # Powers of two first: the float32 sum of huge gradients stays finite and nothing rounds.
+        shift = (size - 1).bit_length()
+        return shift, 2**shift / size, (1.0 if mean else float(size))
+
+
+def largest_exponents_of(
+    flat: torch.Tensor, sizes: tuple[int, ...], world_size: int
+) -> torch.Tensor:
+    """APS's contribution of this rank: int8, one per tensor of ``sizes`` elements in ``flat``."""
+    parts = flat.split(list(sizes))
+    return largest_exponents(torch.cat([_magnitude(part) for part in parts]), world_size)
+
+
+def agreed_exponents(
+    largest: torch.Tensor, formats: tuple[FloatFormat | IntFormat, ...]
+) -> list[int]:
+    """APS's scale exponents per tensor from the maximum over ranks of the contributions."""
+    by_format = {format: shared_exponents(largest, format).tolist() for format in set(formats)}
+    return [by_format[format][number] for number, format in enumerate(formats)]
+
+
+def pack(
+    piece: Piece, flat: torch.Tensor, message: torch.Tensor, scale: Scale, agreed: list[int] | None
+) -> None:
+    """Write the elements of ``piece`` in ``flat`` to ``message``.
+
+    Args:
+        piece: what the message covers.
+        flat: float32.
+        message: uint8 of ``piece.size`` bytes.
+        scale: ``"local"`` or ``None``; with ``"shared"`` the exponents are those ``agreed``.
+        agreed: exponent per tensor, ``None`` unless the scale is shared.
+    """
+    exponents = _exponents(piece, flat, scale, agreed)
+    _write_header(message, exponents)
+    for segment, exponent in zip(piece.segments, exponents, strict=True):
+        if exponent not in (ALL_ZERO, NON_FINITE):
+            values = flat[segment.begin : segment.end]
+            codes = message[segment.offset : segment.offset + segment.size]
+            kernels.encode_into(values, segment.format, exponent, codes, threads=_THREADS)
+
+
+def reduce_into(
+    piece: Piece, messages: list[torch.Tensor], flat: torch.Tensor, arithmetic: Arithmetic
+) -> None:
+    """Reduce the messages of all ranks, in rank order, into ``flat`` (one-shot)."""
+    for segment, senders in _segments(piece, messages):
+        out = flat[segment.begin : segment.end]
+        special = _special(senders)
+        if special is not None:
+            out.fill_(math.nan if special == NON_FINITE else 0.0)
+            continue
+        shift, factor, last_factor = arithmetic.factors(segment.format)
+        present = [sender for sender in senders if sender[0] != ALL_ZERO]
+        kernels.reduce_into(
+            [codes for _, codes in present],
+            segment.format,
+            [exponent + shift for exponent, _ in present],
+            out,
+            factor=factor * last_factor,
+            threads=_THREADS,
+        )
+
+
+def reduce_and_encode(
+    piece: Piece, messages: list[torch.Tensor], result: torch.Tensor, arithmetic: Arithmetic
+) -> None:
+    """Reduce the messages of all ranks, in rank order, into the message ``result`` (two-shot)."""
+    exponents = []
+    for segment, senders in _segments(piece, messages):
+        special = _special(senders)
+        if special is not None:
+            exponents.append(special)
+            continue
+        shift, factor, _ = arithmetic.factors(segment.format)
+        present = [sender for sender in senders if sender[0] != ALL_ZERO]
+        exponents.append(min(exponent for exponent, _ in present))
+        kernels.reduce_encode_into(
+            [codes for _, codes in present],
+            segment.format,
+            [exponent + shift for exponent, _ in present],
+            exponents[-1],
+            result[segment.offset : segment.offset + segment.size],
+            factor=factor,
+            threads=_THREADS,
+        )
+    _write_header(result, exponents)
+
+
+def unpack(piece: Piece, message: torch.Tensor, flat: torch.Tensor, arithmetic: Arithmetic) -> None:
+    """Read the reduced ``message`` into ``flat`` (two-shot)."""
+    for segment, senders in _segments(piece, [message]):
+        out = flat[segment.begin : segment.end]
+        exponent, codes = senders[0]
+        if exponent in (ALL_ZERO, NON_FINITE):
+            out.fill_(math.nan if exponent == NON_FINITE else 0.0)
+            continue
+        _, _, last_factor = arithmetic.factors(segment.format)
+        kernels.decode_into(
+            codes, segment.format, exponent, out, factor=last_factor, threads=_THREADS
+        )
+
+
+def _exponents(
+    piece: Piece, flat: torch.Tensor, scale: Scale, agreed: list[int] | None
+) -> list[int]:
+    """The exponent byte of each segment."""
+    exponents = [0] * len(piece.segments)
+    for format in {segment.format for segment in piece.segments if needs_scale(segment.format)}:
+        numbers = [n for n, segment in enumerate(piece.segments) if segment.format == format]
+        segments = [piece.segments[number] for number in numbers]
+        magnitudes = torch.cat([_magnitude(flat[s.begin : s.end]) for s in segments])
+        local = scale_exponents(magnitudes, format).tolist()
+        for number, segment, own, magnitude in zip(
+            numbers, segments, local, magnitudes.tolist(), strict=True
+        ):
+            wanted = agreed[segment.tensor] if agreed is not None else own if scale else 0
+            if NON_FINITE in (own, wanted):
+                exponents[number] = NON_FINITE
+            else:
+                exponents[number] = wanted if magnitude else ALL_ZERO
+    return exponents
+
+
+def _segments(
+    piece: Piece, messages: list[torch.Tensor]
+) -> Iterator[tuple[Segment, list[tuple[int, torch.Tensor]]]]:
+    """Each segment with the exponent and the codes that every message has for it."""
+    count = len(piece.segments)
+    headers = [message[:count].view(torch.int8).tolist() for message in messages]
+    for number, segment in enumerate(piece.segments):
+        end = segment.offset + segment.size
+        yield (
+            segment,
+            [
+                (header[number], message[segment.offset : end])
+                for header, message in zip(headers, messages, strict=True)
+            ],
+        )
+
+
+def _special(senders: list[tuple[int, torch.Tensor]]) -> int | None:
+    """``NON_FINITE`` if one sender is not finite, ``ALL_ZERO`` if all are zero, else ``None``."""
+    exponents = [exponent for exponent, _ in senders]
+    if NON_FINITE in exponents:
+        return NON_FINITE
+    return ALL_ZERO if all(exponent == ALL_ZERO for exponent in exponents) else None
+
+
+def _write_header(message: torch.Tensor, exponents: list[int]) -> None:
+    message[: len(exponents)] = torch.tensor(exponents, dtype=torch.int8).view(torch.uint8)
+
+
+def _magnitude(values: torch.Tensor) -> torch.Tensor:
+    return kernels.largest_magnitudes(values, threads=_THREADS)

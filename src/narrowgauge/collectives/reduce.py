@@ -1,0 +1,365 @@
+"""The compressed all-reduce: encode, exchange bytes, sum in float32, exchange again, decode.
+
+Two ranks exchange their codes and both sum them (one-shot). More ranks each sum one piece for all,
+encode the result once and send it to everybody (two-shot). Either way every rank decodes the *same
+bytes* in the same order, so every rank ends with the same bits. Codes are summed in float32 in rank
+order: narrow numbers travel, wide ones are added.
+
+Three threads work as a pipeline: encode and send; receive, sum and send; receive and decode. Each
+takes chunks in the order in which the reductions were started, which is the same on every rank, so
+nothing can deadlock. The trade-off: three threads per process group, which release the GIL in every
+kernel and every wait, in exchange for codec time that hides behind the wire.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from narrowgauge.collectives.layout import cut
+from narrowgauge.collectives.message import (
+    Arithmetic,
+    Op,
+    Scale,
+    agreed_exponents,
+    largest_exponents_of,
+    pack,
+    reduce_and_encode,
+    reduce_into,
+    unpack,
+)
+from narrowgauge.collectives.reduction import Messages, Plan, Reduction
+from narrowgauge.collectives.transport import CollectiveError, Transport
+from narrowgauge.formats import BlockFormat, FloatFormat, FormatLike, IntFormat, format_of
+
+MESSAGE_BYTES = 1 << 20
+"""Messages of about this size: small enough to overlap codec and wire, large enough that the cost
+per message does not count."""
+
+
+class Reducer:
+    """Runs compressed all-reduces on one process group, in the order in which they are started.
+
+    Args:
+        group: the ranks that take part (``None``: all). All of them must create it at one point.
+        timeout: how long one message may take.
+        message_bytes: size of the messages that a reduction is cut into.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta = default_pg_timeout,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        if message_bytes < 1:
+            raise ValueError(f"message_bytes is {message_bytes}; it must be at least 1")
+        self.transport = Transport(group, timeout)
+        self.message_bytes = message_bytes
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._failure: BaseException | None = None
+        self._to_encode: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
+        self._to_reduce: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
+        self._to_decode: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
+        if self.transport.world_size > 1:
+            for inbox, stage in (
+                (self._to_encode, self._encode),
+                (self._to_reduce, self._reduce),
+                (self._to_decode, self._decode),
+            ):
+                threading.Thread(
+                    target=self._run,
+                    args=(inbox, stage),
+                    name=f"narrowgauge{stage.__name__}",
+                    daemon=True,
+                ).start()
+
+    def start(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        formats: Sequence[FloatFormat | IntFormat],
+        *,
+        scale: Scale = "local",
+        op: Op = "mean",
+        on_success: Callable[[], None] | None = None,
+    ) -> Reduction:
+        """Start reducing ``flat`` in place: all receives are posted before this returns.
+
+        Args:
+            flat: contiguous float32 CPU tensor of one dimension; not to be touched until the end.
+            sizes: elements of the tensors that lie in it one after the other.
+            formats: format of each.
+            scale: see :func:`all_reduce`.
+            op: ``"mean"`` or ``"sum"``.
+            on_success: called by the pipeline when the result is in ``flat``, before waiters wake.
+
+        Raises:
+            CollectiveError: an earlier reduction failed, or the ranks pass different arguments.
+        """
+        if self._failure is not None:
+            raise CollectiveError(
+                "an earlier compressed all-reduce on this group failed; restart the ranks "
+                f"(torchrun does). First failure: {self._failure}"
+            ) from self._failure
+        transport = self.transport
+        plan = self._plan(tuple(sizes), tuple(formats), scale, op)
+        arithmetic = Arithmetic(transport.world_size, scale, op)
+        reduction = Reduction(flat, plan, arithmetic, on_success)
+        if transport.world_size == 1 or flat.numel() == 0:
+            reduction.finish()
+            return reduction
+        layout = plan.layout
+        messages = (
+            plan.free.pop() if plan.free else Messages(layout, transport.rank, transport.world_size)
+        )
+        reduction.messages = messages
+        reduction.first_tag = transport.reserve_tags(2 * len(layout.chunks))
+        for index in range(len(layout.chunks)):
+            tag = reduction.first_tag + 2 * index
+            reduction.first_receives.append(self._receive(messages.incoming[index], tag))
+            if not layout.one_shot:
+                reduction.second_receives.append(self._receive(messages.reduced[index], tag + 1))
+        self._to_encode.put((reduction, 0))
+        return reduction
+
+    def _plan(
+        self,
+        sizes: tuple[int, ...],
+        formats: tuple[FloatFormat | IntFormat, ...],
+        scale: Scale,
+        op: Op,
+    ) -> Plan:
+        key = (sizes, formats, scale, op)
+        plan = self._plans.get(key)
+        if plan is None:
+            description = f"sizes {sizes}, formats {[f.name for f in formats]}, {scale=}, {op=}"
+            self.transport.agree("the tensors of a compressed all-reduce", description)
+            plan = Plan(cut(sizes, formats, self.transport.world_size, self.message_bytes))
+            self._plans[key] = plan
+        return plan
+
+    def _receive(self, messages: list[torch.Tensor], tag: int) -> list[tuple[int, dist.Work]]:
+        transport = self.transport
+        return [
+            (peer, transport.receive(messages[peer], peer, tag))
+            for peer in transport.peers
+            if messages[peer].numel()
+        ]
+
+    def _send(self, reduction: Reduction, message: torch.Tensor, peer: int, tag: int) -> None:
+        if message.numel():
+            reduction.sends.append((peer, self.transport.send(message, peer, tag)))
+            reduction.bytes_sent += message.numel()
+
+    # -- the three stages ------------------------------------------------------------------------
+
+    def _run(
+        self,
+        inbox: queue.SimpleQueue[tuple[Reduction, int]],
+        stage: Callable[[Reduction, int], None],
+    ) -> None:
+        while True:
+            reduction, chunk = inbox.get()
+            try:
+                if self._failure is not None:
+                    raise CollectiveError(f"an earlier message failed: {self._failure}")
+                stage(reduction, chunk)
+            except BaseException as error:
+                self._failure = self._failure or error
+                reduction.finish(error)
+
+    def _encode(self, reduction: Reduction, _: int) -> None:
+        transport, messages = self.transport, reduction.messages
+        assert messages is not None
+        layout, scale = reduction.plan.layout, reduction.arithmetic.scale
+        agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
+        for index, pieces in enumerate(layout.chunks):
+            tag = reduction.first_tag + 2 * index
+            if layout.one_shot:
+                message = messages.incoming[index][transport.rank]
+                with reduction.codec():
+                    pack(pieces[0], reduction.flat, message, scale, agreed)
+                for peer in transport.peers:
+                    self._send(reduction, message, peer, tag)
+            else:
+                for peer in [*transport.peers, transport.rank]:
+                    message = messages.outgoing[index][peer]
+                    with reduction.codec():
+                        pack(pieces[peer], reduction.flat, message, scale, agreed)
+                    if peer != transport.rank:
+                        self._send(reduction, message, peer, tag)
+            self._to_reduce.put((reduction, index))
+
+    def _agree_on_exponents(self, reduction: Reduction) -> list[int]:
+        """APS as published: one exponent per tensor for all ranks, agreed on before sending."""
+        layout = reduction.plan.layout
+        with reduction.codec():
+            largest = largest_exponents_of(reduction.flat, layout.sizes, self.transport.world_size)
+        with reduction.wire():
+            self.transport.all_reduce_max(largest)
+        return agreed_exponents(largest, layout.formats)
+
+    def _reduce(self, reduction: Reduction, index: int) -> None:
+        transport, messages = self.transport, reduction.messages
+        assert messages is not None
+        layout = reduction.plan.layout
+        with reduction.wire():
+            for peer, work in reduction.first_receives[index]:
+                transport.wait(work, peer, "waiting for codes of")
+        incoming = messages.incoming[index]
+        if layout.one_shot:
+            with reduction.codec():
+                piece = layout.chunks[index][0]
+                reduce_into(piece, incoming, reduction.flat, reduction.arithmetic)
+            self._finish_chunk(reduction, index)
+            return
+        result = messages.reduced[index][transport.rank]
+        with reduction.codec():
+            piece = layout.chunks[index][transport.rank]
+            reduce_and_encode(piece, incoming, result, reduction.arithmetic)
+        for peer in transport.peers:
+            self._send(reduction, result, peer, reduction.first_tag + 2 * index + 1)
+        self._to_decode.put((reduction, index))
+
+    def _decode(self, reduction: Reduction, index: int) -> None:
+        messages = reduction.messages
+        assert messages is not None
+        with reduction.wire():
+            for peer, work in reduction.second_receives[index]:
+                self.transport.wait(work, peer, "waiting for sums of")
+        with reduction.codec():
+            pieces = reduction.plan.layout.chunks[index]
+            for piece, message in zip(pieces, messages.reduced[index], strict=True):
+                unpack(piece, message, reduction.flat, reduction.arithmetic)
+        self._finish_chunk(reduction, index)
+
+    def _finish_chunk(self, reduction: Reduction, index: int) -> None:
+        if index + 1 < len(reduction.plan.layout.chunks):
+            return
+        with reduction.wire():
+            for peer, work in reduction.sends:
+                self.transport.wait(work, peer, "sending to")
+        assert reduction.messages is not None
+        reduction.plan.free.append(reduction.messages)
+        reduction.finish()
+
+
+_reducers: dict[dist.ProcessGroup, Reducer] = {}
+
+
+def _reducer_of(group: dist.ProcessGroup | None) -> Reducer:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group "
+            "first, or start the program with torchrun"
+        )
+    key = group or dist.group.WORLD
+    assert key is not None
+    if key not in _reducers:
+        _reducers[key] = Reducer(group)
+    return _reducers[key]
+
+
+def wire_format(format: FormatLike) -> FloatFormat | IntFormat:
+    """``format`` as one that can travel: fp32, or signed and of at most 16 bits.
+
+    Raises:
+        ValueError: it is a block format, an unsigned one, or wider than 16 bits and not fp32.
+    """
+    parsed = format_of(format)
+    if isinstance(parsed, BlockFormat):
+        raise ValueError(
+            f"format {parsed.name!r} has scales per block, which gradients do not travel with yet; "
+            f"use its element format {parsed.element.name!r}: each tensor gets a scale of its own"
+        )
+    fits = parsed.bits <= 16 or parsed.name == "fp32"
+    if not fits or (isinstance(parsed, FloatFormat) and not parsed.signed):
+        raise ValueError(
+            f"format {parsed.name!r} cannot travel between ranks; allowed: fp32, or signed formats "
+            "of at most 16 bits such as e5m2, e4m3, int8, bf16"
+        )
+    return parsed
+
+
+def check_scale(scale: object) -> None:
+    """Raise ValueError unless ``scale`` is ``"local"``, ``"shared"`` or ``None``."""
+    if scale not in ("local", "shared", None):
+        raise ValueError(f"scale is {scale!r}; allowed: 'local', 'shared' (APS as published), None")
+
+
+def all_reduce(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    format: FormatLike,
+    *,
+    op: Op = "mean",
+    scale: Scale = "local",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Reduction | None:
+    """All-reduce tensors in place, sent between ranks in ``format``; every rank gets the same bits.
+
+    Codes are summed in float32. A tensor with a NaN or infinity on any rank becomes non-finite on
+    every rank; one that is zero everywhere stays zero. With one rank nothing moves or changes.
+
+    Args:
+        tensors: one tensor or several, on the CPU, of a floating dtype, any shape and strides. All
+            ranks must pass the same shapes in the same order. Other dtypes than float32 are
+            converted to float32 and back.
+        format: the format on the wire: fp32, or any signed format of at most 16 bits.
+        op: ``"mean"`` or ``"sum"`` over the ranks.
+        scale: ``"local"``: each rank scales each tensor by its own largest magnitude and sends the
+            exponent along. ``"shared"``: APS as published (arXiv 1911.08907, section 3): ranks
+            first agree on one exponent per tensor with room for the sum. ``None``: no scaling.
+        group: the process group; ``None`` is the default one. The messages travel on a Gloo group
+            of our own over the same ranks, made at the first call, which all of them must make.
+        async_op: return at once with a :class:`Reduction` to wait for.
+
+    Raises:
+        TypeError: a tensor that is not floating or not on the CPU.
+        ValueError: an unknown ``format``, ``op`` or ``scale``.
+        CollectiveError: a rank died or did not answer, or the ranks' arguments differ.
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op is {op!r}; allowed: 'mean', 'sum'")
+    check_scale(scale)
+    parsed = wire_format(format)
+    targets = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    for tensor in targets:
+        if not tensor.is_floating_point() or tensor.device.type != "cpu":
+            raise TypeError(
+                f"a tensor is {tensor.dtype} on {tensor.device}; allowed: floating dtypes on the "
+                "CPU (copy it there first: messages travel over Gloo)"
+            )
+    with torch.no_grad():
+        reducer = _reducer_of(group)
+        single = targets[0].detach() if len(targets) == 1 else None
+        in_place = single is not None and single.dtype == torch.float32 and single.is_contiguous()
+        if single is not None and in_place:
+            flat = single.view(-1)
+        else:
+            flat = torch.cat([tensor.reshape(-1).float() for tensor in targets] or [torch.empty(0)])
+        sizes = [tensor.numel() for tensor in targets]
+
+        def copy_back() -> None:
+            for target, part in zip(targets, flat.split(sizes), strict=True):
+                target.detach().copy_(part.view(target.shape))
+
+        reduction = reducer.start(
+            flat,
+            sizes,
+            [parsed] * len(sizes),
+            scale=scale,
+            op=op,
+            on_success=None if in_place else copy_back,
+        )
+    if async_op:
+        return reduction
+    reduction.wait()
+    return None

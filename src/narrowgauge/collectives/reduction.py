@@ -1,0 +1,127 @@
+"""One all-reduce under way: what it reduces, its message buffers, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.collectives.layout import Layout, Piece
+from narrowgauge.collectives.message import Arithmetic
+
+
+class Reduction:
+    """One all-reduce under way, to be waited for like a ``torch.distributed.Work``.
+
+    Attributes:
+        bytes_sent: payload this rank hands to the transport, headers included.
+        codec_seconds: time in kernels, summed over the stages.
+        wire_seconds: time the stages waited for messages.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        plan: Plan,
+        arithmetic: Arithmetic,
+        on_success: Callable[[], None] | None,
+    ) -> None:
+        self.flat = flat
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.bytes_sent = 0
+        self.codec_seconds = 0.0
+        self.wire_seconds = 0.0
+        self.messages: Messages | None = None
+        self.first_tag = 0
+        self.first_receives: list[list[tuple[int, dist.Work]]] = []
+        self.second_receives: list[list[tuple[int, dist.Work]]] = []
+        self.sends: list[tuple[int, dist.Work]] = []
+        self._on_success = on_success
+        self._on_finish: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, with success or not."""
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        """Block until the result is in place.
+
+        Raises:
+            CollectiveError: a rank died, did not answer in time, or this rank failed.
+        """
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it is over (at once if it is), from whatever thread ends it."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._on_finish.append(callback)
+                return
+        callback()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End it: for the pipeline only. The first call counts."""
+        with self._lock:
+            if self._finished.is_set():
+                return
+            if error is None and self._on_success is not None:
+                self._on_success()
+            self._error = error
+            self._finished.set()
+        for callback in self._on_finish:
+            callback()
+
+    @contextmanager
+    def codec(self) -> Iterator[None]:
+        """Count the time inside as codec time."""
+        begin = time.perf_counter()
+        yield
+        self.codec_seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def wire(self) -> Iterator[None]:
+        """Count the time inside as waiting for the wire."""
+        begin = time.perf_counter()
+        yield
+        self.wire_seconds += time.perf_counter() - begin
+
+
+class Messages:
+    """The buffers of one reduction: per chunk, what comes in, goes out, and is summed.
+
+    One-shot: ``incoming[chunk][rank]`` is every rank's message, our own included. Two-shot:
+    ``incoming`` holds everybody's codes of *our* piece, ``outgoing`` our codes of everybody's, and
+    ``reduced`` the sums of every piece.
+    """
+
+    def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
+        def message(piece: Piece) -> torch.Tensor:
+            return torch.zeros(piece.size, dtype=torch.uint8)
+
+        own = 0 if layout.one_shot else rank
+        self.incoming = [[message(c[own]) for _ in range(world_size)] for c in layout.chunks]
+        self.outgoing: list[list[torch.Tensor]] = []
+        self.reduced: list[list[torch.Tensor]] = []
+        if not layout.one_shot:
+            self.outgoing = [[message(piece) for piece in chunk] for chunk in layout.chunks]
+            self.reduced = [[message(piece) for piece in chunk] for chunk in layout.chunks]
+            for incoming, outgoing in zip(self.incoming, self.outgoing, strict=True):
+                incoming[rank] = outgoing[rank]
+
+
+class Plan:
+    """A layout and the message buffers that finished reductions left for the next ones."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.free: list[Messages] = []

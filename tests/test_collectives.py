@@ -1,0 +1,389 @@
+"""The compressed all-reduce: right numbers, the same bits everywhere, and never a hang."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import narrowgauge
+from narrowgauge.collectives.layout import cut
+from narrowgauge.collectives.reduce import Reducer
+from narrowgauge.formats import FloatFormat, IntFormat, format_of
+from narrowgauge.scaling import scale_exponents
+from tests.ranks import Raised, run_ranks
+
+SHAPES = [(3, 5), (1,), (70_001,), (), (17, 64), (4096,)]
+
+
+def gradients(rank: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
+    """Gradients of one rank: every tensor has a magnitude of its own."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [
+        torch.randn(shape, generator=generator) * 10.0 ** (-3 * number)
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def digest(tensors: list[torch.Tensor]) -> list[list[int]]:
+    return [tensor.reshape(-1).view(torch.int32).tolist() for tensor in tensors]
+
+
+def reduced(format: str, scale: Any, op: Any, message_bytes: int | None) -> list[torch.Tensor]:
+    tensors = gradients(dist.get_rank())
+    if message_bytes is None:
+        narrowgauge.all_reduce(tensors, format, scale=scale, op=op)
+        return tensors
+    parsed = format_of(format)
+    assert isinstance(parsed, FloatFormat | IntFormat)
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    reducer = Reducer(message_bytes=message_bytes)
+    reducer.start(flat, sizes, [parsed] * len(sizes), scale=scale, op=op).wait()
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), SHAPES, strict=True)]
+
+
+def every_format() -> dict[tuple[str, str], list[torch.Tensor]]:
+    return {
+        (format, str(scale)): reduced(format, scale, "mean", None)
+        for format in ("e5m2", "e4m3fn", "e3m0", "e2m1fn", "e3m2fn", "int8", "int4", "bf16", "fp32")
+        for scale in ("local", "shared", None)
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_every_rank_ends_with_the_same_bits_near_the_mean(world_size: int) -> None:
+    results = run_ranks(every_format, world_size)
+    exact = [
+        torch.stack(parts).double().mean(0)
+        for parts in zip(*(gradients(rank) for rank in range(world_size)), strict=True)
+    ]
+    for key in results[0]:
+        assert all(digest(result[key]) == digest(results[0][key]) for result in results), key
+        format, scale = key
+        if scale == "None" and format not in ("bf16", "fp32"):
+            continue  # unscaled numbers underflow: that they do is what scaling is for
+        for number, (result, mean) in enumerate(zip(results[0][key], exact, strict=True)):
+            terms = [float(gradients(rank)[number].norm()) for rank in range(world_size)]
+            error = float((result.double() - mean).norm()) / (sum(terms) / world_size)
+            assert error < (1e-6 if format == "fp32" else 0.5), (key, error)
+
+
+def test_two_ranks_sum_exactly_what_was_encoded() -> None:
+    results = run_ranks(reduced, 2, "e4m3", "local", "mean", None)
+    for number, tensor in enumerate(results[0]):
+        decoded = []
+        for rank in range(2):
+            own = gradients(rank)[number]
+            magnitude = own.abs().max().reshape(1).view(torch.int32)
+            scale = 2.0 ** int(scale_exponents(magnitude, format_of("e4m3")))
+            decoded.append(narrowgauge.quantize(own * scale, "e4m3") / scale)
+        assert torch.equal(tensor, (decoded[0] + decoded[1]) / 2)
+
+
+def test_four_ranks_encode_the_mean_of_what_was_encoded() -> None:
+    """Two-shot, against the same steps written out: cut, scale, round, mean, round."""
+    results = run_ranks(reduced, 4, "e5m2", "local", "mean", 10_000)
+    format = format_of("e5m2")
+    assert isinstance(format, FloatFormat)
+    flats = [torch.cat([t.reshape(-1) for t in gradients(rank)]) for rank in range(4)]
+    sizes = [math.prod(shape) for shape in SHAPES]
+    layout = cut(sizes, [format] * len(sizes), 4, 10_000)
+    assert len(layout.chunks) > 1
+    expected = torch.full_like(flats[0], math.nan)
+    for chunk in layout.chunks:
+        for piece in chunk:
+            for segment in piece.segments:
+                window = slice(segment.begin, segment.end)
+                exponents, total = [], torch.zeros(segment.end - segment.begin)
+                for flat in flats:
+                    magnitude = flat[window].abs().max().reshape(1).view(torch.int32)
+                    exponents.append(int(scale_exponents(magnitude, format)))
+                    scale = 2.0 ** exponents[-1]
+                    total += narrowgauge.quantize(flat[window] * scale, format) / scale
+                scale = 2.0 ** min(exponents)
+                expected[window] = narrowgauge.quantize(total / 4 * scale, format) / scale
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in results[0]]), expected)
+
+
+def published(values: torch.Tensor, exponent: int) -> torch.Tensor:
+    return narrowgauge.quantize(values * 2.0**exponent, "e5m2")
+
+
+def test_shared_scale_is_aps_as_published() -> None:
+    """ceil(log2(max |g| N)) agreed by maximum, cast, sum, cast, divide by N and the scale."""
+    results = run_ranks(reduced, 3, "e5m2", "shared", "mean", None)
+    for number, tensor in enumerate(results[0]):
+        parts = [gradients(rank)[number] for rank in range(3)]
+        largest = max(math.ceil(math.log2(part.abs().max().item() * 3)) for part in parts)
+        exponent = 15 - largest
+        total = sum(published(part, exponent) for part in parts)
+        assert isinstance(total, torch.Tensor)
+        exact = narrowgauge.quantize(total, "e5m2") / 2.0**exponent
+        assert torch.allclose(tensor, exact / 3, rtol=1e-6, atol=0)
+
+
+def sums() -> list[torch.Tensor]:
+    tensors = [torch.full((5,), float(dist.get_rank() + 1)), torch.ones(1000)]
+    narrowgauge.all_reduce(tensors, "e4m3", op="sum")
+    return tensors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sum_is_the_sum(world_size: int) -> None:
+    for first, second in run_ranks(sums, world_size):
+        assert torch.equal(first, torch.full((5,), sum(range(1, world_size + 1)) * 1.0))
+        assert torch.equal(second, torch.full((1000,), float(world_size)))
+
+
+def with_special_values() -> list[list[torch.Tensor]]:
+    rank = dist.get_rank()
+    results = []
+    for special in (math.nan, math.inf, -math.inf):
+        for format in ("e5m2", "e4m3fn", "e2m1fn", "int8", "bf16", "fp32"):
+            for scale in ("local", "shared", None):
+                tensors = [torch.ones(999), torch.ones(50), torch.zeros(7)]
+                if rank == 1:
+                    tensors[1][13] = special
+                narrowgauge.all_reduce(tensors, format, scale=scale)  # type: ignore[arg-type]
+                results.append(tensors)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_non_finite_on_one_rank_is_non_finite_on_all_and_nowhere_else(world_size: int) -> None:
+    for result in run_ranks(with_special_values, world_size):
+        for good, bad, zero in result:
+            assert torch.equal(good, torch.ones(999))
+            assert not bad[13].isfinite()
+            assert torch.equal(zero, torch.zeros(7))
+
+
+def zeros_on_one_rank() -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    tensors = [torch.full((100,), 1e-6 if rank == 0 else 0.0), torch.zeros(33)]
+    narrowgauge.all_reduce(tensors, "e4m3")
+    return tensors
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_of_zeros_does_not_flush_the_others(world_size: int) -> None:
+    for small, zero in run_ranks(zeros_on_one_rank, world_size):
+        assert torch.allclose(small, torch.full((100,), 1e-6 / world_size), rtol=0.07)
+        assert torch.equal(zero, torch.zeros(33))
+
+
+def kinds_of_tensors() -> list[Any]:
+    rank = dist.get_rank()
+    transposed = torch.full((6, 4), float(rank)).t()
+    storage = torch.full((10, 10), -1.0)
+    strided = storage[::2, ::3]
+    strided.fill_(rank)
+    tensors = [
+        torch.full((3,), float(rank), dtype=torch.bfloat16),
+        torch.full((3,), float(rank), dtype=torch.float16),
+        torch.full((3,), float(rank), dtype=torch.float64),
+        torch.tensor(float(rank)),
+        torch.empty(0),
+        transposed,
+        strided,
+        torch.full((2,), float(rank), requires_grad=True),
+    ]
+    narrowgauge.all_reduce(tensors, "e5m2")
+    narrowgauge.all_reduce([], "e5m2")
+    narrowgauge.all_reduce(torch.empty(0), "e5m2")
+    alone = torch.full((4,), float(rank), dtype=torch.float64)
+    narrowgauge.all_reduce(alone, "e5m2")
+    return [[t.detach() for t in tensors], storage, alone]
+
+
+def test_any_floating_tensor_is_reduced_in_place() -> None:
+    for tensors, storage, alone in run_ranks(kinds_of_tensors, 2):
+        for tensor in [*tensors, alone]:
+            assert torch.equal(tensor, torch.full_like(tensor, 0.5))
+        untouched = torch.ones(10, 10, dtype=torch.bool)
+        untouched[::2, ::3] = False
+        assert (storage[untouched] == -1).all()
+
+
+def several_at_once() -> list[torch.Tensor]:
+    tensors = [torch.full((size,), float(dist.get_rank())) for size in (5000, 17, 5000, 300_000)]
+    works = [narrowgauge.all_reduce(tensor, "e4m3", async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+        assert work.is_completed()
+    return tensors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_reductions_can_be_under_way(world_size: int) -> None:
+    mean = sum(range(world_size)) / world_size
+    for tensors in run_ranks(several_at_once, world_size):
+        for tensor in tensors:
+            assert torch.equal(tensor, torch.full_like(tensor, mean))
+
+
+def bytes_sent(format: str, numel: int) -> int:
+    work = narrowgauge.all_reduce(torch.randn(numel), format, async_op=True)
+    assert work is not None
+    work.wait()
+    return work.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"), [("e5m2", 8), ("e2m1fn", 4), ("e3m2fn", 6), ("bf16", 16)]
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_sent_are_the_fewest_possible(format: str, bits: int, world_size: int) -> None:
+    numel = 1_000_000
+    wanted = 2 * (world_size - 1) / world_size * numel * bits / 8
+    for sent in run_ranks(bytes_sent, world_size, format, numel):
+        assert wanted <= sent < wanted * 1.001
+
+
+def in_subgroup() -> float:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    tensor = torch.tensor([float(rank)])
+    narrowgauge.all_reduce(tensor, "e5m2", group=groups[rank % 2])
+    return tensor.item()
+
+
+def test_a_process_group_reduces_among_its_own_ranks() -> None:
+    assert run_ranks(in_subgroup, 4) == [1.0, 2.0, 1.0, 2.0]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def disagree(what: str) -> None:
+    rank = dist.get_rank()
+    size = 10 + rank if what == "sizes" else 10
+    format = ("e5m2", "e4m3")[rank] if what == "formats" else "e5m2"
+    scale = ("local", "shared")[rank] if what == "scale" else "local"
+    narrowgauge.all_reduce(torch.ones(size), format, scale=scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["sizes", "formats", "scale"])
+def test_ranks_that_disagree_all_raise(what: str) -> None:
+    for result in run_ranks(disagree, 2, what, catch=True):
+        assert isinstance(result, Raised)
+        assert result.type_name == "CollectiveError"
+        assert (
+            "ranks [1] differ from those of rank 0; all ranks must use the same" in result.message
+        )
+
+
+def die_between_reductions(world_size: int) -> None:
+    reducer = Reducer(timeout=timedelta(seconds=20), message_bytes=1000)
+    format = format_of("e5m2")
+    assert isinstance(format, FloatFormat)
+    reducer.start(torch.ones(100_000), [100_000], [format]).wait()
+    if dist.get_rank() == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        reducer.start(torch.ones(100_000), [100_000], [format]).wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_killed_rank_is_named_by_the_others(world_size: int) -> None:
+    *survivors, dead = run_ranks(die_between_reductions, world_size, world_size, catch=True)
+    assert dead is None
+    for result in survivors:
+        assert isinstance(result, Raised)
+        assert result.type_name == "CollectiveError"
+        assert "Look at the output of rank" in result.message or "earlier" in result.message
+        assert result.seconds < 20
+
+
+def sleep_too_long() -> None:
+    reducer = Reducer(timeout=timedelta(seconds=2))
+    format = format_of("e5m2")
+    assert isinstance(format, FloatFormat)
+    reducer.start(torch.ones(1000), [1000], [format]).wait()
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return
+    reducer.start(torch.ones(1000), [1000], [format]).wait()
+
+
+def test_a_silent_rank_ends_in_a_timeout_that_names_it() -> None:
+    waiting, _ = run_ranks(sleep_too_long, 2, catch=True)
+    assert isinstance(waiting, Raised)
+    assert "rank 0 waiting for codes of rank 1: no answer within 2 s" in waiting.message
+    assert waiting.seconds < 4.5
+
+
+def after_a_failure() -> list[str]:
+    reducer = Reducer(timeout=timedelta(seconds=1))
+    format = format_of("e5m2")
+    assert isinstance(format, FloatFormat)
+    reducer.start(torch.ones(1000), [1000], [format]).wait()
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return []
+    messages = []
+    for _ in range(2):
+        try:
+            reducer.start(torch.ones(1000), [1000], [format]).wait()
+        except narrowgauge.collectives.CollectiveError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_a_failure_every_further_call_says_so() -> None:
+    (first, second), _ = run_ranks(after_a_failure, 2, catch=True)
+    assert "no answer within 1 s" in first
+    assert "an earlier compressed all-reduce on this group failed; restart the ranks" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "text"),
+    [
+        ((torch.ones(2), "e4m3fm"), {}, ValueError, "did you mean 'e4m3fn'?"),
+        ((torch.ones(2), "tf32"), {}, ValueError, "format 'tf32' cannot travel between ranks"),
+        ((torch.ones(2), "e8m0"), {}, ValueError, "format 'e8m0' cannot travel between ranks"),
+        ((torch.ones(2), "mxfp8_e4m3"), {}, ValueError, "use its element format 'e4m3fn'"),
+        ((torch.ones(2), "e5m2"), {"op": "max"}, ValueError, "op is 'max'; allowed: 'mean', 'sum'"),
+        ((torch.ones(2), "e5m2"), {"scale": "big"}, ValueError, "scale is 'big'; allowed: 'local'"),
+        ((torch.ones(2).int(), "e5m2"), {}, TypeError, "a tensor is torch.int32 on cpu"),
+        ((torch.ones(2, device="meta"), "e5m2"), {}, TypeError, "torch.float32 on meta"),
+        ((torch.ones(2), "e5m2"), {}, RuntimeError, "torch.distributed is not initialised"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        narrowgauge.all_reduce(*arguments, **keywords)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("message_bytes", [1, 100, 5000, 1 << 20])
+def test_layout_covers_every_element_once(world_size: int, message_bytes: int) -> None:
+    names = ["e5m2", "fp32", "e2m1fn", "e3m2fn", "bf16", "e5m2"]
+    formats = [format_of(name) for name in names]
+    sizes = [1000, 0, 333, 1, 5000, 70]
+    narrow = [f for f in formats if isinstance(f, FloatFormat | IntFormat)]
+    layout = cut(sizes, narrow, world_size, message_bytes)
+    covered = [s for chunk in layout.chunks for piece in chunk for s in piece.segments]
+    assert [s.begin for s in covered] == [0, *(s.end for s in covered[:-1])]
+    assert covered[-1].end == sum(sizes)
+    for chunk in layout.chunks:
+        assert len(chunk) == (1 if world_size <= 2 else world_size)
+        for piece in chunk:
+            ends = [segment.offset + segment.size for segment in piece.segments]
+            assert [segment.offset for segment in piece.segments] == [
+                len(piece.segments),
+                *ends[:-1],
+            ][: len(piece.segments)]
+            assert piece.size == (ends[-1] if ends else 0)
