@@ -1,0 +1,246 @@
+"""The command line: ``narrowgauge demo``, ``formats``, ``doctor``.
+
+Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
+Imports that take time (torch.distributed, matplotlib) are made by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from narrowgauge.formats import (
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    format_of,
+    known_formats,
+)
+from narrowgauge.report import Table
+
+app = typer.Typer(
+    name="narrowgauge",
+    help="Every number that training moves, in the narrowest format that still converges.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_console = Console()
+_errors = Console(stderr=True)
+_NONE = "–"
+
+
+class ScaleChoice(str, enum.Enum):
+    """The choices of ``--scale``."""
+
+    local = "local"
+    shared = "shared"
+
+
+@app.command()
+def demo(
+    data: Annotated[
+        str,
+        typer.Option(help="digits, fashion-mnist, or a folder with IDX files (.gz or not)."),
+    ] = "digits",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps per run.")] = 330,
+    scale: Annotated[
+        ScaleChoice,
+        typer.Option(
+            help="How the scaled variants scale: each rank for itself, or as published (shared)."
+        ),
+    ] = ScaleChoice.local,
+    output: Annotated[
+        Path, typer.Option(help="Folder for report.html, PNG curves and results.jsonl.")
+    ] = Path("narrowgauge-demo"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Repeat runs that the folder holds already.")
+    ] = False,
+) -> None:
+    """Train a small network on real data, gradients in several formats; compare and report."""
+    from narrowgauge import demo as demo_package
+
+    try:
+        demo_package.run(
+            demo_package.Settings(data=data, ranks=ranks, steps=steps, scale=scale.value),
+            seeds=seeds,
+            output=output,
+            fresh=fresh,
+            console=_console,
+        )
+    except demo_package.StoppedBySignalError as stopped:
+        _fail(str(stopped), 128 + stopped.signal)
+    except demo_package.RanksFailedError as error:
+        _fail(str(error), 1)
+    except (demo_package.DataError, ValueError, OSError) as error:
+        _fail(str(error), 2)
+
+
+@app.command()
+def formats(
+    name: Annotated[
+        str | None, typer.Argument(help="A format, such as e4m3, bf16, e3m5, int4, mxfp8_e4m3.")
+    ] = None,
+) -> None:
+    """List the known number formats, or show one format and its values."""
+    if name is None:
+        _console.print(_format_table(list(known_formats().values())).rich())
+        _console.print(
+            "Any other format by its name: eXmY (X ≤ 8, Y ≤ 23; suffix fn, fnuz, finite), intN, "
+            "or element@block such as int4@64.",
+            markup=False,
+        )
+        return
+    try:
+        format = format_of(name)
+    except ValueError as error:
+        _fail(str(error), 2)
+    _console.print(_format_table([format]).rich())
+    for line in _details(format):
+        _console.print(line, markup=False, highlight=False)
+    scalar = format.element if isinstance(format, BlockFormat) else format
+    if scalar.bits <= 8:
+        _console.print(f"\nCodes and values of {scalar.name}:", markup=False)
+        _console.print(
+            _value_lines(scalar, _console.width), markup=False, highlight=False, soft_wrap=True
+        )
+
+
+@app.command()
+def doctor() -> None:
+    """Say which parts are in use here, what is missing, and how to get it."""
+    from narrowgauge.doctor import examine
+
+    findings = examine()
+    grid = RichTable.grid(padding=(0, 2))
+    for finding in findings:
+        grid.add_row(Text(finding.part, style="bold"), Text(finding.found))
+    _console.print(grid)
+    advice = [finding.advice for finding in findings if finding.advice]
+    _console.print()
+    for line in advice or ["Nothing is missing."]:
+        _console.print(line, markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point of the ``narrowgauge`` command."""
+    app()
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _errors.print(Text(message), soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def _format_table(formats: list[Format]) -> Table:
+    rows = []
+    for format in formats:
+        scalar = format.element if isinstance(format, BlockFormat) else format
+        subnormal = scalar.smallest_subnormal if isinstance(scalar, FloatFormat) else None
+        normal = scalar.smallest_normal if isinstance(scalar, FloatFormat) else scalar.smallest
+        rows.append(
+            [
+                format.name,
+                f"{format.bits:g}",
+                f"{scalar.largest:.6g}",
+                f"{normal:.4g}",
+                _NONE if subnormal is None else f"{subnormal:.4g}",
+                f"{scalar.epsilon:.4g}",
+                _specials(scalar),
+                _dtype(scalar) or _NONE,
+            ]
+        )
+    notes = []
+    if any(isinstance(format, BlockFormat) for format in formats):
+        notes = [
+            "Block formats (mx…, element@block): the numbers are the element's, to be multiplied "
+            "by the block's scale; bits include the scale's share."
+        ]
+    return Table(
+        "Number formats",
+        [
+            "name",
+            "bits",
+            "largest",
+            "smallest normal",
+            "smallest subnormal",
+            "epsilon",
+            "specials",
+            "torch dtype",
+        ],
+        rows,
+        notes,
+    )
+
+
+def _specials(format: FloatFormat | IntFormat) -> str:
+    present = [
+        word
+        for word, has in (
+            ("-0", format.has_negative_zero),
+            ("∞", format.has_infinity),
+            ("NaN", format.has_nan),
+        )
+        if has
+    ]
+    return " ".join(present) or "none"
+
+
+def _dtype(format: FloatFormat | IntFormat) -> str:
+    return "" if format.torch_dtype is None else str(format.torch_dtype).removeprefix("torch.")
+
+
+def _details(format: Format) -> list[str]:
+    if isinstance(format, BlockFormat):
+        return [
+            f"Blocks of {format.block_size} {format.element.name} elements share one "
+            f"{format.scale.name} scale."
+        ]
+    if isinstance(format, IntFormat):
+        return [f"Symmetric integers from -{format.largest:g} to {format.largest:g}."]
+    lines = [
+        f"{'1 sign bit, ' if format.signed else 'No sign, '}{format.exponent_bits} exponent bits "
+        f"(bias {format.bias}), {format.mantissa_bits} mantissa bits; specials: {format.specials}.",
+        f"Normal numbers: 2**{format.min_exponent} to {format.largest:g} (below "
+        f"2**{format.max_exponent + 1}); relative rounding error at most "
+        f"2**-{format.mantissa_bits + 1}.",
+    ]
+    if format.signed:
+        threshold, inclusive = format.overflow_threshold
+        lines.append(
+            f"Magnitudes {'from' if inclusive else 'above'} {threshold:g} on round beyond the "
+            f"largest number, to {'infinity' if format.has_infinity else 'the largest number'} "
+            "unless told otherwise."
+        )
+    return lines
+
+
+def _value_lines(format: FloatFormat | IntFormat, width: int) -> str:
+    """Codes in hexadecimal and their values; 8, 4, 2 or 1 on a line, as ``width`` allows."""
+    cells = [
+        f"{code:02x} {_value(value):>10}" for code, value in enumerate(format.values().tolist())
+    ]
+    across = next(count for count in (8, 4, 2, 1) if count * 16 <= max(width, 16))
+    return "\n".join("   ".join(cells[at : at + across]) for at in range(0, len(cells), across))
+
+
+def _value(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:.5g}"
+
+
+if __name__ == "__main__":
+    main()
