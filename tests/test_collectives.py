@@ -73,7 +73,7 @@ def test_every_rank_ends_with_the_same_bits_near_the_mean(world_size: int) -> No
         for number, (result, mean) in enumerate(zip(results[0][key], exact, strict=True)):
             terms = [float(gradients(rank)[number].norm()) for rank in range(world_size)]
             error = float((result.double() - mean).norm()) / (sum(terms) / world_size)
-            assert error < (1e-6 if format == "fp32" else 0.5), (key, error)
+            assert error < (1e-6 if format == "fp32" else 0.7), (key, error)
 
 
 def test_two_ranks_sum_exactly_what_was_encoded() -> None:
