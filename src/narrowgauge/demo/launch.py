@@ -145,8 +145,11 @@ def _launch(
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
-    # What it would say (a rank was sent a signal, …) is said here, shorter.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What the launcher would say (a rank was sent a signal, …) is said here, shorter. Each of its
+    # loggers has a level of its own.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with _signal_handlers_kept(), _watch(settings, wanted, missing, progress, console):
         try:
             elastic_launch(config, train_ranks)(settings, missing, output / _RESULTS, progress)
