@@ -1,17 +1,259 @@
-"""The native library, by ctypes: which levels of it this machine can run, and how it is called."""
+"""The native library, by ctypes: which levels of it this machine can run, and how it is called.
+
+ctypes rather than a compiled Python module, so that one build serves every Python and every torch.
+ctypes releases the GIL during each call.
+"""
 
 from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch  # before the library, which then shares torch's OpenMP threads
+from torch import Tensor
+
+from narrowgauge.formats import BlockFormat, format_of
+from narrowgauge.kernels.grid import ROUNDINGS, Grid
 
 MISSING = (
     "narrowgauge was installed without its native kernels, so the slow reference kernels in plain "
     "torch are in use. To get the fast ones, install it again where a C++17 compiler is found: "
     "pip install --force-reinstall --no-cache-dir narrowgauge"
 )
+_INTERFACE = 1
+_LEVELS = {"x86-64-v4": 4, "x86-64-v3": 3, "x86-64": 1, "generic": 0}  # fastest first
+
+
+class _Grid(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("mantissa_bits", "min_exponent", "bits", "flags")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "largest",
+                "largest_code",
+                "overflow_code",
+                "infinite_code",
+                "infinity_code",
+                "nan_code",
+            )
+        ),
+        *(
+            (name, ctypes.c_float)
+            for name in ("largest_value", "overflow_value", "infinite_value")
+        ),
+        ("table", ctypes.c_void_p),
+    ]
+
+
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_GRID, _INT, _KEY, _FLOAT = ctypes.POINTER(_Grid), ctypes.c_int, ctypes.c_uint64, ctypes.c_float
+_ROUND = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _INT]
+_ENCODE = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _POINTER, _COUNT, _INT]
+_SUM = [_POINTER, _INT, _POINTER, _POINTER, _COUNT, _GRID]
+_FUNCTIONS = {
+    "interface": (_INT, []),
+    "level": (_INT, []),
+    "round_float": (None, _ROUND),
+    "round_double": (None, _ROUND),
+    "encode_float": (_INT, _ENCODE),
+    "encode_double": (_INT, _ENCODE),
+    "decode": (
+        None,
+        [_POINTER, _POINTER, _COUNT, _GRID, _POINTER, _COUNT, _FLOAT, _INT],
+    ),
+    "reduce": (None, [*_SUM, _FLOAT, _INT]),
+    "reduce_encode": (_INT, [*_SUM, _FLOAT, _FLOAT, _INT]),
+    "largest_magnitudes": (None, [_POINTER, _POINTER, _COUNT, _COUNT, _INT]),
+}
+
+
+def _path(name: str) -> Path:
+    return Path(__file__).with_name(f"libnarrowgauge-{name}.so")
+
+
+@cache
+def _load(name: str) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(_path(name)))
+        for function, (result, arguments) in _FUNCTIONS.items():
+            each = library[f"narrowgauge_{function}"]
+            each.restype, each.argtypes = result, arguments
+            setattr(library, function, each)
+    except (OSError, AttributeError):  # not built, built without a library it needs, or outdated
+        return None
+    return library if library.interface() == _INTERFACE else None
 
 
 def levels() -> list[str]:
-    return []
+    """Names of the builds that are installed and that this processor runs, fastest first."""
+    # The lowest build runs everywhere, and tells what else would.
+    lowest = _load("x86-64") or _load("generic")
+    if lowest is None:
+        return []
+    highest = lowest.level()
+    return [name for name, level in _LEVELS.items() if level <= highest and _load(name)]
+
+
+@cache
+def _described(grid: Grid) -> tuple[_Grid, Tensor | None]:
+    """The grid as the library wants it, and the table that its pointer keeps alive."""
+    format = format_of(grid.name)
+    assert not isinstance(format, BlockFormat)
+    flags = (
+        grid.subnormals
+        | grid.signed << 1
+        | grid.negative_zero << 2
+        | grid.integer << 3
+        | grid.has_nan << 4
+    )
+    simple = grid.integer or (grid.subnormals and grid.signed and grid.min_exponent >= -126)
+    table = None if simple or grid.bits > 16 else format.values()
+    described = _Grid(
+        grid.mantissa_bits,
+        grid.min_exponent,
+        grid.bits,
+        flags,
+        grid.largest,
+        grid.largest_code,
+        grid.code_for(grid.overflow),
+        grid.code_for(grid.infinite),
+        grid.infinity_code if grid.infinity_code else 2**32 - 1,
+        grid.nan_code,
+        grid.largest_value,
+        grid.value_for(grid.overflow),
+        grid.value_for(grid.infinite),
+        None if table is None else table.data_ptr(),
+    )
+    return described, table
+
+
+def _word(key: Tensor | None) -> int:
+    return 0 if key is None else int(key.item()) & (2**64 - 1)
 
 
 class Native:
-    def __init__(self, name: str) -> None: ...
+    """One build of the library as a backend: see :class:`narrowgauge.kernels.backends.Backend`."""
+
+    def __init__(self, name: str) -> None:
+        library = _load(name)
+        if library is None:
+            raise ValueError(f"the native kernels {name!r} are not installed")
+        self.name = name
+        self._library = library
+
+    def quantize(
+        self, x: Tensor, out: Tensor, grid: Grid, rounding: str, key: Tensor | None, threads: int
+    ) -> None:
+        """Round float32 or float64 ``x`` into ``out`` of the same dtype (may be ``x``)."""
+        library = self._library
+        function = library.round_float if x.dtype == torch.float32 else library.round_double
+        mode = ROUNDINGS.index(rounding)
+        described, _ = _described(grid)
+        function(
+            x.data_ptr(), out.data_ptr(), x.numel(), described, mode, _word(key), threads
+        )
+
+    def encode(
+        self,
+        x: Tensor,
+        out: Tensor,
+        grid: Grid,
+        rounding: str,
+        key: Tensor | None,
+        scales: Tensor | None,
+        block_size: int,
+        threads: int,
+    ) -> bool:
+        """Packed codes of ``x * scales`` into ``out``; whether NaN met a format without it."""
+        library = self._library
+        function = library.encode_float if x.dtype == torch.float32 else library.encode_double
+        spoilt = function(
+            x.data_ptr(),
+            out.data_ptr(),
+            x.numel(),
+            _described(grid)[0],
+            ROUNDINGS.index(rounding),
+            _word(key),
+            None if scales is None else scales.data_ptr(),
+            block_size,
+            threads,
+        )
+        return bool(spoilt)
+
+    def decode(
+        self,
+        codes: Tensor,
+        out: Tensor,
+        grid: Grid,
+        scales: Tensor | None,
+        block_size: int,
+        factor: float,
+        threads: int,
+    ) -> None:
+        """``float32(value * scales) * factor`` into ``out``."""
+        self._library.decode(
+            codes.data_ptr(),
+            out.data_ptr(),
+            out.numel(),
+            _described(grid)[0],
+            None if scales is None else scales.data_ptr(),
+            block_size,
+            factor,
+            threads,
+        )
+
+    def reduce(
+        self,
+        codes: list[Tensor],
+        out: Tensor,
+        grid: Grid,
+        scales: list[float],
+        factor: float,
+        threads: int,
+    ) -> None:
+        """Sum of the senders' scaled values in order, times ``factor``, into ``out``."""
+        self._library.reduce(
+            *self._senders(codes, scales),
+            out.data_ptr(),
+            out.numel(),
+            _described(grid)[0],
+            factor,
+            threads,
+        )
+
+    def reduce_encode(
+        self,
+        codes: list[Tensor],
+        out: Tensor,
+        numel: int,
+        grid: Grid,
+        scales: list[float],
+        scale_out: float,
+        factor: float,
+        threads: int,
+    ) -> bool:
+        """Codes of that sum times ``scale_out`` into ``out``; as :meth:`encode`."""
+        spoilt = self._library.reduce_encode(
+            *self._senders(codes, scales),
+            out.data_ptr(),
+            numel,
+            _described(grid)[0],
+            scale_out,
+            factor,
+            threads,
+        )
+        return bool(spoilt)
+
+    def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
+        """Bits of the largest |x| per block (0: one block) into ``out``."""
+        self._library.largest_magnitudes(
+            x.data_ptr(), out.data_ptr(), x.numel(), block_size, threads
+        )
+
+    @staticmethod
+    def _senders(codes: list[Tensor], scales: list[float]) -> tuple[object, int, object]:
+        count = len(codes)
+        pointers = (ctypes.c_void_p * count)(*(each.data_ptr() for each in codes))
+        return pointers, count, (ctypes.c_float * count)(*scales)
