@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -259,6 +261,26 @@ def in_subgroup() -> float:
 
 def test_a_process_group_reduces_among_its_own_ranks() -> None:
     assert run_ranks(in_subgroup, 4) == [1.0, 2.0, 1.0, 2.0]
+
+
+def forgotten() -> tuple[int, int]:
+    before = threading.active_count()
+    reducer = Reducer()
+    format = format_of("e5m2")
+    assert isinstance(format, FloatFormat)
+    reducer.start(torch.ones(1000), [1000], [format]).wait()
+    during = threading.active_count()
+    del reducer
+    for _ in range(100):
+        gc.collect()
+        if threading.active_count() == before:
+            break
+        time.sleep(0.05)
+    return during - before, threading.active_count() - before
+
+
+def test_threads_end_with_their_reducer() -> None:
+    assert run_ranks(forgotten, 2) == [(3, 0), (3, 0)]
 
 
 # -- what goes wrong ---------------------------------------------------------------------------

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,16 @@ MESSAGE_BYTES = 1 << 20
 per message does not count."""
 
 
+_Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+
+def _work(inbox: _Inbox) -> None:
+    """One stage's thread: it holds its reducer only while there is work, and ends with it."""
+    while (task := inbox.get()) is not None:
+        task()
+        del task
+
+
 class Reducer:
     """Runs compressed all-reduces on one process group, in the order in which they are started.
 
@@ -64,21 +77,13 @@ class Reducer:
         self.message_bytes = message_bytes
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._failure: BaseException | None = None
-        self._to_encode: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
-        self._to_reduce: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
-        self._to_decode: queue.SimpleQueue[tuple[Reduction, int]] = queue.SimpleQueue()
+        self._to_encode: _Inbox = queue.SimpleQueue()
+        self._to_reduce: _Inbox = queue.SimpleQueue()
+        self._to_decode: _Inbox = queue.SimpleQueue()
         if self.transport.world_size > 1:
-            for inbox, stage in (
-                (self._to_encode, self._encode),
-                (self._to_reduce, self._reduce),
-                (self._to_decode, self._decode),
-            ):
-                threading.Thread(
-                    target=self._run,
-                    args=(inbox, stage),
-                    name=f"narrowgauge{stage.__name__}",
-                    daemon=True,
-                ).start()
+            for inbox in (self._to_encode, self._to_reduce, self._to_decode):
+                threading.Thread(target=_work, args=(inbox,), daemon=True).start()
+                weakref.finalize(self, inbox.put, None)
 
     def start(
         self,
@@ -126,7 +131,7 @@ class Reducer:
             reduction.first_receives.append(self._receive(messages.incoming[index], tag))
             if not layout.one_shot:
                 reduction.second_receives.append(self._receive(messages.reduced[index], tag + 1))
-        self._to_encode.put((reduction, 0))
+        self._to_encode.put(partial(self._do, self._encode, reduction))
         return reduction
 
     def _plan(
@@ -160,22 +165,16 @@ class Reducer:
 
     # -- the three stages ------------------------------------------------------------------------
 
-    def _run(
-        self,
-        inbox: queue.SimpleQueue[tuple[Reduction, int]],
-        stage: Callable[[Reduction, int], None],
-    ) -> None:
-        while True:
-            reduction, chunk = inbox.get()
-            try:
-                if self._failure is not None:
-                    raise CollectiveError(f"an earlier message failed: {self._failure}")
-                stage(reduction, chunk)
-            except BaseException as error:
-                self._failure = self._failure or error
-                reduction.finish(error)
+    def _do(self, stage: Callable[..., None], reduction: Reduction, *chunk: int) -> None:
+        try:
+            if self._failure is not None:
+                raise CollectiveError(f"an earlier message failed: {self._failure}")
+            stage(reduction, *chunk)
+        except BaseException as error:
+            self._failure = self._failure or error
+            reduction.finish(error)
 
-    def _encode(self, reduction: Reduction, _: int) -> None:
+    def _encode(self, reduction: Reduction) -> None:
         transport, messages = self.transport, reduction.messages
         assert messages is not None
         layout, scale = reduction.plan.layout, reduction.arithmetic.scale
@@ -195,7 +194,7 @@ class Reducer:
                         pack(pieces[peer], reduction.flat, message, scale, agreed)
                     if peer != transport.rank:
                         self._send(reduction, message, peer, tag)
-            self._to_reduce.put((reduction, index))
+            self._to_reduce.put(partial(self._do, self._reduce, reduction, index))
 
     def _agree_on_exponents(self, reduction: Reduction) -> list[int]:
         """APS as published: one exponent per tensor for all ranks, agreed on before sending."""
@@ -226,7 +225,7 @@ class Reducer:
             reduce_and_encode(piece, incoming, result, reduction.arithmetic)
         for peer in transport.peers:
             self._send(reduction, result, peer, reduction.first_tag + 2 * index + 1)
-        self._to_decode.put((reduction, index))
+        self._to_decode.put(partial(self._do, self._decode, reduction, index))
 
     def _decode(self, reduction: Reduction, index: int) -> None:
         messages = reduction.messages
