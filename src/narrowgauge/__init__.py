@@ -1,9 +1,13 @@
 """Narrowgauge: every number that training moves, in the narrowest format that still converges."""
 
 from narrowgauge import gradients as gradients
+from narrowgauge.codec import decode as decode
+from narrowgauge.codec import encode as encode
 from narrowgauge.collectives import all_reduce as all_reduce
 from narrowgauge.formats import BlockFormat as BlockFormat
 from narrowgauge.formats import FloatFormat as FloatFormat
 from narrowgauge.formats import IntFormat as IntFormat
 from narrowgauge.formats import format_of as format_of
 from narrowgauge.ledger import Ledger as Ledger
+from narrowgauge.rounding import quantize as quantize
+from narrowgauge.rounding import quantize_ as quantize_

@@ -91,6 +91,7 @@ class Reference:
     def quantize(
         self, x: Tensor, out: Tensor, grid: Grid, rounding: str, key: Tensor | None, threads: int
     ) -> None:
+        """See :meth:`Backend.quantize`."""
         out.copy_(reference.quantize(x, grid, rounding, key))
 
     def encode(
@@ -104,6 +105,7 @@ class Reference:
         block_size: int,
         threads: int,
     ) -> bool:
+        """See :meth:`Backend.encode`."""
         codes, spoilt = reference.encode(x, grid, rounding, key, scales, block_size)
         out.copy_(codes)
         return bool(spoilt)
@@ -118,6 +120,7 @@ class Reference:
         factor: float,
         threads: int,
     ) -> None:
+        """See :meth:`Backend.decode`."""
         values = reference.decode(codes, grid, out.numel())
         out.copy_(reference.scaled(values, scales, block_size, factor))
 
@@ -130,6 +133,7 @@ class Reference:
         factor: float,
         threads: int,
     ) -> None:
+        """See :meth:`Backend.reduce`."""
         out.copy_(reference.reduce(codes, grid, scales, out.numel(), factor))
 
     def reduce_encode(
@@ -143,6 +147,7 @@ class Reference:
         factor: float,
         threads: int,
     ) -> bool:
+        """See :meth:`Backend.reduce_encode`."""
         total = reference.reduce(codes, grid, scales, numel, factor)
         if grid.bits == 32:
             out.copy_(total.view(torch.uint8))
@@ -152,12 +157,13 @@ class Reference:
         )
 
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
+        """See :meth:`Backend.largest_magnitudes`."""
         out.copy_(reference.largest_magnitudes(x, block_size))
 
 
 @cache
 def available_backends() -> list[str]:
-    """Names of the backends this machine can run, fastest first; ``"reference"`` is always there."""
+    """Names of the backends that run here, fastest first; ``"reference"`` is always there."""
     return [*native.levels(), "reference"]
 
 
@@ -197,6 +203,9 @@ def current() -> Backend:
 
 
 def backend() -> str:
-    """Name of the backend in use: ``"x86-64-v4"``, ``"x86-64-v3"``, ``"x86-64"``, ``"generic"``
-    (other processors) or ``"reference"`` (no native library)."""
+    """Name of the backend in use.
+
+    ``"x86-64-v4"``, ``"x86-64-v3"``, ``"x86-64"``, ``"generic"`` (other processors), or
+    ``"reference"`` (no native library).
+    """
     return _current.name

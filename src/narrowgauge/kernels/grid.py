@@ -94,8 +94,8 @@ def grid_of(name: str, overflow: str | None = None) -> Grid:
     has = {"infinity": format.has_infinity, "nan": format.has_nan, "saturate": True}
     if overflow is not None and not has[overflow]:
         raise ValueError(
-            f"overflow is {overflow!r}, but {name} has no {'NaN' if overflow == 'nan' else overflow}"
-            f"; allowed: None, {', '.join(repr(each) for each in OVERFLOWS if has[each])}"
+            f"overflow is {overflow!r}, but {name} has no {overflow.replace('nan', 'NaN')}; "
+            f"allowed: None, {', '.join(repr(each) for each in OVERFLOWS if has[each])}"
         )
     default = "infinity" if format.has_infinity else "saturate"
     infinite = default if format.has_infinity or not format.has_nan else "nan"

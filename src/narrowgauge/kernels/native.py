@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # before the library, which then shares torch's OpenMP threads
 from torch import Tensor
@@ -22,29 +23,22 @@ MISSING = (
     "pip install --force-reinstall --no-cache-dir narrowgauge"
 )
 _INTERFACE = 1
+_Number = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_float
 _LEVELS = {"x86-64-v4": 4, "x86-64-v3": 3, "x86-64": 1, "generic": 0}  # fastest first
 
 
+def _fields(kind: type[_Number], *names: str) -> list[tuple[str, type[_Number]]]:
+    return [(name, kind) for name in names]
+
+
 class _Grid(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("mantissa_bits", "min_exponent", "bits", "flags")),
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                "largest",
-                "largest_code",
-                "overflow_code",
-                "infinite_code",
-                "infinity_code",
-                "nan_code",
-            )
-        ),
-        *(
-            (name, ctypes.c_float)
-            for name in ("largest_value", "overflow_value", "infinite_value")
-        ),
+    _fields_ = (
+        *_fields(ctypes.c_int32, "mantissa_bits", "min_exponent", "bits", "flags"),
+        *_fields(ctypes.c_uint32, "largest", "largest_code", "overflow_code", "infinite_code"),
+        *_fields(ctypes.c_uint32, "infinity_code", "nan_code"),
+        *_fields(ctypes.c_float, "largest_value", "overflow_value", "infinite_value"),
         ("table", ctypes.c_void_p),
-    ]
+    )
 
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
@@ -52,7 +46,7 @@ _GRID, _INT, _KEY, _FLOAT = ctypes.POINTER(_Grid), ctypes.c_int, ctypes.c_uint64
 _ROUND = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _INT]
 _ENCODE = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _POINTER, _COUNT, _INT]
 _SUM = [_POINTER, _INT, _POINTER, _POINTER, _COUNT, _GRID]
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "interface": (_INT, []),
     "level": (_INT, []),
     "round_float": (None, _ROUND),
@@ -151,9 +145,7 @@ class Native:
         function = library.round_float if x.dtype == torch.float32 else library.round_double
         mode = ROUNDINGS.index(rounding)
         described, _ = _described(grid)
-        function(
-            x.data_ptr(), out.data_ptr(), x.numel(), described, mode, _word(key), threads
-        )
+        function(x.data_ptr(), out.data_ptr(), x.numel(), described, mode, _word(key), threads)
 
     def encode(
         self,

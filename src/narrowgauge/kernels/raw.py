@@ -22,7 +22,7 @@ _PARALLEL = 64 * 1024  # elements; below it waking a second thread costs more th
 
 
 def threads_for(numel: int) -> int:
-    """torch's number of threads, and 1 for fewer than 64 Ki elements."""
+    """The number of threads to use: torch's, and 1 for fewer than 64 Ki elements."""
     return torch.get_num_threads() if numel >= _PARALLEL else 1
 
 
@@ -132,9 +132,11 @@ def decode_into(
 
     Args:
         codes: uint8, exactly ``ceil(out.numel() * bits / 8)`` elements.
-        format, exponent, threads: as in :func:`encode_into`.
+        format: as in :func:`encode_into`.
+        exponent: as in :func:`encode_into`.
         out: float32.
         factor: rounded to float32 first.
+        threads: as in :func:`largest_magnitudes`.
     """
     grid = _grid(format)
     scale = _scale(grid, -exponent)
@@ -174,8 +176,11 @@ def reduce_into(
 
     Args:
         codes: per sender, uint8 as in :func:`decode_into`.
+        format: as in :func:`encode_into`.
         exponents: per sender.
         out: float32.
+        factor: rounded to float32 first.
+        threads: as in :func:`largest_magnitudes`.
     """
     grid = _grid(format)
     _check(out, "out", torch.float32)
@@ -199,8 +204,14 @@ def reduce_encode_into(
     """Codes of :func:`reduce_into`'s result times ``2**exponent_out``, in one pass.
 
     Args:
+        codes: per sender, as in :func:`reduce_into`.
+        format: of what comes in and what goes out.
+        exponents: per sender.
+        exponent_out: of the result.
         out: uint8, as many elements as each of the ``codes``.
         numel: how many numbers the codes hold; ``None``: as many as fit into ``out``.
+        factor: rounded to float32 first.
+        threads: as in :func:`largest_magnitudes`.
 
     Raises:
         ValueError: an argument is out of range, or a NaN meets a format without NaN.

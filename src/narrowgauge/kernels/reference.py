@@ -94,6 +94,8 @@ def quantize(x: Tensor, grid: Grid, rounding: str, key: Tensor | None) -> Tensor
 
     Args:
         x: float32 or float64, any shape.
+        grid: the numbers to round to.
+        rounding: see :func:`narrowgauge.quantize`.
         key: int64 of one element, for stochastic rounding.
     """
     m = grid.mantissa_bits
@@ -137,8 +139,12 @@ def encode(
 
     Args:
         x: float32 or float64, flat.
+        grid: the numbers to round to.
+        rounding: see :func:`narrowgauge.quantize`.
+        key: int64 of one element, for stochastic rounding.
         scales: powers of two, float32, one for all (``block_size`` 0) or one per block. A block
             whose scale is NaN gets codes of 0.
+        block_size: elements per block, or 0.
 
     Returns:
         ``(codes, spoilt)``: uint8; and a bool scalar: a NaN met a format without NaN.
@@ -176,9 +182,7 @@ def decode(codes: Tensor, grid: Grid, numel: int) -> Tensor:
     return format.values().to(codes.device)[unpack(codes, numel, grid.bits)]
 
 
-def scaled(
-    values: Tensor, scales: Tensor | None, block_size: int, factor: float
-) -> Tensor:
+def scaled(values: Tensor, scales: Tensor | None, block_size: int, factor: float) -> Tensor:
     """``float32(values * scales) * factor``, with one NaN for all."""
     if scales is not None:
         values = values * _per_element(scales, values.numel(), block_size)
@@ -187,7 +191,9 @@ def scaled(
     return torch.where(values.isnan(), math.nan, values)
 
 
-def reduce(codes: list[Tensor], grid: Grid, scales: list[float], numel: int, factor: float) -> Tensor:
+def reduce(
+    codes: list[Tensor], grid: Grid, scales: list[float], numel: int, factor: float
+) -> Tensor:
     """Sum of the senders' scaled values, in order, in float32, times ``factor``."""
     total: Tensor | None = None
     for each, scale in zip(codes, scales, strict=True):

@@ -1,0 +1,338 @@
+"""Tensors as packed codes and back: what a number looks like on the wire and on disk.
+
+The codes are a little-endian stream of bits: element ``i`` of a format of ``b`` bits lies at bits
+``[i*b, (i+1)*b)``, so 4-bit codes lie two in a byte, the first in the low half, and trailing bits
+of the last byte are zero. A power of two may be multiplied in on the way, per tensor or per block;
+it changes exponents only and so costs no accuracy. Block formats carry such scales themselves, in
+front of the elements, each part padded to whole bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import BlockFormat, FormatLike, format_of
+from narrowgauge.kernels import operators
+from narrowgauge.kernels.grid import check_rounding
+from narrowgauge.kernels.raw import MAX_EXPONENT, packed_bytes
+from narrowgauge.scaling import NON_FINITE, scale_exponents
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Layout(NamedTuple):
+    """What of a format the wire depends on."""
+
+    name: str
+    element: str  # its format's name; the format's own name unless it is a block format
+    bits: int  # of an element
+    block_size: int  # 0: no blocks
+    scale: str
+    scale_bits: int
+
+    def size(self, numel: int) -> int:
+        """Bytes that ``numel`` elements take."""
+        blocks = -(-numel // self.block_size) if self.block_size else 0
+        return packed_bytes(blocks, self.scale_bits) + packed_bytes(numel, self.bits)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def layout_of(format: FormatLike) -> Layout:
+    """The layout of a format; a constant to torch.compile, which need not trace the parsing."""
+    parsed = format_of(format)
+    if isinstance(parsed, BlockFormat):
+        element, scale = parsed.element, parsed.scale
+        return Layout(
+            parsed.name, element.name, element.bits, parsed.block_size, scale.name, scale.bits
+        )
+    return Layout(parsed.name, parsed.name, parsed.bits, 0, "", 0)
+
+
+def check_input(x: Tensor, rounding: str) -> None:
+    """What :func:`encode` and ``quantize`` demand of their input and rounding."""
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"x is {x.dtype}; allowed: {', '.join(map(str, _FLOATS))}")
+    check_rounding(rounding)
+
+
+def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``ValueError`` unless ``out`` can take a result of this shape, dtype and device."""
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; the result is "
+            f"{dtype} of shape {tuple(shape)} on {device}"
+        )
+
+
+def random_key(rounding: str, generator: torch.Generator | None) -> Tensor | None:
+    """A key for stochastic rounding from the generator (``None``: torch's own), else ``None``."""
+    if rounding != "stochastic":
+        return None
+    if generator is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+    return torch.randint(
+        0, 2**63 - 1, (1,), dtype=torch.int64, generator=generator, device=generator.device
+    ).cpu()
+
+
+def packed_size(numel: int, format: FormatLike) -> int:
+    """Bytes that :func:`encode` makes of ``numel`` elements.
+
+    Args:
+        numel: number of elements, at least 0.
+        format: at most 16 bits per element. Block formats: scales included.
+
+    Raises:
+        ValueError: a wider format, or a negative number of elements.
+    """
+    if numel < 0:
+        raise ValueError(f"numel is {numel}; it must be at least 0")
+    return _packable(format).size(numel)
+
+
+def _packable(format: FormatLike) -> Layout:
+    layout: Layout = layout_of(format)
+    if layout.bits > 16:
+        raise ValueError(
+            f"{layout.name} has {layout.bits} bits; formats of at most 16 bits can be packed"
+        )
+    return layout
+
+
+def _scales(
+    exponent: int | Tensor | None, block_size: int | None, numel: int, sign: int, like: Tensor
+) -> tuple[Tensor | None, int]:
+    """``2**(sign*exponent)`` as float32, one per tensor or block; and the block size, 0 for none.
+
+    Exponents out of range become 0, which the operators refuse: a tensor's values are not known
+    while torch.compile traces.
+    """
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+    if exponent is None:
+        if block_size is not None:
+            raise ValueError("block_size is given without exponent; give one exponent per block")
+        return None, 0
+    if isinstance(exponent, int):
+        if not -MAX_EXPONENT <= exponent <= MAX_EXPONENT:
+            raise ValueError(f"exponent is {exponent}; allowed: -{MAX_EXPONENT} to {MAX_EXPONENT}")
+        if block_size is not None:
+            raise ValueError("block_size is given with a single exponent; give a tensor of them")
+        scale = math.ldexp(1.0, sign * exponent)
+        return torch.full((1,), scale, dtype=torch.float32, device=like.device), 0
+    if exponent.is_floating_point() or exponent.is_complex() or exponent.dtype == torch.bool:
+        raise TypeError(f"exponent is {exponent.dtype}; it must be an int or an integer tensor")
+    expected = 1 if block_size is None else -(-numel // block_size)
+    if exponent.numel() != expected:
+        raise ValueError(
+            f"exponent has {exponent.numel()} elements; {numel} numbers "
+            + ("need 1" if block_size is None else f"in blocks of {block_size} need {expected}")
+        )
+    wide = exponent.reshape(-1).to(device=like.device, dtype=torch.int64)
+    allowed = (wide >= -MAX_EXPONENT) & (wide <= MAX_EXPONENT)
+    bits = torch.where(allowed, (sign * wide + 127) << 23, 0).to(torch.int32)
+    return bits.view(torch.float32), block_size or 0
+
+
+def _magnitudes(x: Tensor, block_size: int) -> Tensor:
+    """Bits of the largest magnitude per block, as float32."""
+    if x.dtype != torch.float64:
+        result: Tensor = operators.largest_magnitudes(x.float(), block_size)
+        return result
+    # Rounding to odd: on which side of any format's overflow threshold a number lies, is kept.
+    cut = operators.quantize(x.abs(), "fp32", "toward-zero", None, None)
+    odd = cut.float().view(torch.int32) | (cut < x.abs()).int()
+    result = operators.largest_magnitudes(odd.view(torch.float32), block_size)
+    return result
+
+
+def _block_scales(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    parsed = format_of(format)
+    assert isinstance(parsed, BlockFormat)
+    scale = parsed.scale
+    assert scale.bias is not None
+    exponents = scale_exponents(_magnitudes(x, parsed.block_size), parsed.element)
+    lowest = max(0, scale.bias - MAX_EXPONENT)
+    highest = min(scale.largest_code, scale.bias + MAX_EXPONENT)
+    if lowest > highest:
+        raise ValueError(f"{scale.name} has no number from 2**-{MAX_EXPONENT} to 2**{MAX_EXPONENT}")
+    kept = scale.bias - (scale.bias - exponents).clamp(lowest, highest)
+    finite = exponents != NON_FINITE
+    multiply = torch.where(finite, ((kept + 127) << 23).view(torch.float32), math.nan)
+    stand_for = torch.where(finite, ((127 - kept) << 23).view(torch.float32), math.nan)
+    return multiply, stand_for
+
+
+def _block_scales_fake(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    blocks = (x.numel() + layout_of(format).block_size - 1) // layout_of(format).block_size
+    return x.new_empty(blocks, dtype=torch.float32), x.new_empty(blocks, dtype=torch.float32)
+
+
+# What to multiply each block by, and the scale that stands for this; NaN where it is not finite.
+# An operator, so that torch.compile need not trace the arithmetic of formats.
+_library = torch.library.Library("narrowgauge", "FRAGMENT")
+_library.define("block_scales(Tensor x, str format) -> (Tensor, Tensor)")
+_library.impl("block_scales", _block_scales, "CompositeExplicitAutograd")
+torch.library.register_fake("narrowgauge::block_scales", _block_scales_fake, lib=_library)
+
+
+def encode(
+    x: Tensor,
+    format: FormatLike,
+    *,
+    exponent: int | Tensor | None = None,
+    block_size: int | None = None,
+    rounding: str = "nearest-even",
+    overflow: str | None = None,
+    generator: torch.Generator | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Packed codes of ``x * 2**exponent``.
+
+    Args:
+        x: float32, float64, bfloat16 or float16, of any shape and strides; rounded once.
+        format: at most 16 bits per element.
+        exponent: −126 to 126; an int, or an integer tensor of one element, or with ``block_size``
+            of one per block. Block formats find theirs themselves.
+        block_size: elements per block of the flattened tensor; the last block may be shorter.
+        rounding: as in :func:`narrowgauge.quantize`.
+        overflow: as there, but a block format's elements saturate by default.
+        generator: as there.
+        out: uint8 of ``packed_size(x.numel(), format)`` elements to write into.
+
+    Returns:
+        uint8, one-dimensional, of ``packed_size(x.numel(), format)`` elements.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point, or ``exponent`` not an integer tensor.
+        ValueError: a format of more than 16 bits; an argument out of range or of the wrong length;
+            a NaN in ``x`` that the format cannot hold. (A block format marks the whole block: it
+            decodes to NaN, as does one with an infinity.)
+    """
+    check_input(x, rounding)
+    layout = _packable(format)
+    x = x.detach()
+    if out is not None:
+        check_out(out, (layout.size(x.numel()),), torch.uint8, x.device)
+    key = random_key(rounding, generator)
+    if layout.block_size:
+        _no_exponent(layout, exponent, block_size)
+        compact = x.contiguous()
+        multiply, stand_for = torch.ops.narrowgauge.block_scales(compact, layout.name)
+        scale_codes: Tensor = operators.encode(
+            stand_for, layout.scale, "nearest-even", None, None, None, 0
+        )
+        how = (layout.element, rounding, overflow or "saturate", key, multiply, layout.block_size)
+        if out is None:
+            return torch.cat((scale_codes, operators.encode(compact, *how)))
+        operators.encode_out(compact, *how, out[scale_codes.numel() :])
+        out[: scale_codes.numel()].copy_(scale_codes)
+        return out
+    scales, block = _scales(exponent, block_size, x.numel(), 1, x)
+    if out is None:
+        result: Tensor = operators.encode(x, layout.name, rounding, overflow, key, scales, block)
+        return result
+    operators.encode_out(x, layout.name, rounding, overflow, key, scales, block, out)
+    return out
+
+
+def _no_exponent(layout: Layout, exponent: int | Tensor | None, block_size: int | None) -> None:
+    if exponent is not None or block_size is not None:
+        raise ValueError(
+            f"{layout.name} finds its exponents itself; leave exponent and block_size away, or use "
+            f"{layout.element}"
+        )
+
+
+def _numel_of(size: int, layout: Layout) -> int:
+    """The most elements whose codes take exactly ``size`` bytes."""
+    low, high = 0, size * 8 // layout.bits
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layout.size(middle) <= size else (low, middle - 1)
+    if layout.size(low) != size:
+        raise ValueError(
+            f"codes has {size} bytes, which no number of {layout.name} elements takes; "
+            f"{low} take {layout.size(low)}"
+        )
+    return low
+
+
+def decode(
+    codes: Tensor,
+    format: FormatLike,
+    shape: int | Sequence[int] | None = None,
+    *,
+    exponent: int | Tensor | None = None,
+    block_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The numbers that packed codes stand for, times ``2**-exponent``: undoes :func:`encode`.
+
+    Args:
+        codes: uint8, one-dimensional; every byte string of the right length is valid.
+        format: what :func:`encode` was given.
+        exponent: what it was given.
+        block_size: what it was given.
+        shape: of the result; ``None``: one dimension with as many elements as the bytes hold
+            (which are more than were encoded if the last byte has room for another).
+        dtype: of the result: float32, float64, bfloat16 or float16. In float64 the product is
+            exact; in the others it is rounded to float32 first.
+        out: a tensor to write into; it then decides shape and dtype.
+
+    Returns:
+        The decoded tensor; contiguous unless ``out`` is not.
+
+    Raises:
+        TypeError: ``codes`` is not uint8, or ``dtype`` not floating-point.
+        ValueError: the number of bytes does not fit the shape, or another argument is wrong.
+    """
+    layout = _packable(format)
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"codes is {codes.dtype}; it must be torch.uint8")
+    if codes.dim() != 1:
+        raise ValueError(f"codes has shape {tuple(codes.shape)}; it must be one-dimensional")
+    dtype = dtype if out is None else out.dtype
+    if dtype not in _FLOATS:
+        raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, _FLOATS))}")
+    if out is not None:
+        shape = out.shape if shape is None else shape
+    elif shape is None:
+        shape = (_numel_of(codes.numel(), layout),)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if out is not None:
+        check_out(out, shape, dtype, codes.device)
+        if torch.is_grad_enabled() and out.requires_grad:
+            raise RuntimeError("out requires grad, and decoding has no gradient; detach it")
+    numel = math.prod(shape)
+    expected = layout.size(numel)
+    if codes.numel() != expected:
+        raise ValueError(
+            f"codes has {codes.numel()} bytes; {numel} elements of {layout.name} (shape {shape}) "
+            f"take {expected}"
+        )
+    if layout.block_size:
+        _no_exponent(layout, exponent, block_size)
+        block = layout.block_size
+        blocks = -(-numel // block)
+        border = packed_bytes(blocks, layout.scale_bits)
+        scales = operators.decode(codes[:border], layout.scale, blocks, None, 0)
+        codes = codes[border:]
+    else:
+        scales, block = _scales(exponent, block_size, numel, -1, codes)
+    if dtype == torch.float64:
+        values = operators.decode(codes, layout.element, numel, None, 0).double()
+        if scales is not None:
+            values = values * (scales.repeat_interleave(block)[:numel] if block else scales)
+        return values.view(shape) if out is None else out.copy_(values.view(shape))
+    if out is None:
+        result: Tensor = operators.decode(codes, layout.element, numel, scales, block)
+        return result.view(shape).to(dtype)
+    operators.decode_out(codes, layout.element, scales, block, out)
+    return out

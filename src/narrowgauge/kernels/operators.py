@@ -1,0 +1,279 @@
+"""The kernels as operators of torch: known to the dispatcher, to autograd and to torch.compile.
+
+They are pure: stochastic rounding takes its key as a tensor, so the same key gives the same bits on
+any number of threads, on any backend, compiled or not. Formats travel by name.
+
+Defined with ``torch.library.Library`` rather than the ``custom_op`` decorator, whose calls cost
+about three times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels import raw, reference
+from narrowgauge.kernels.backends import current
+from narrowgauge.kernels.grid import Grid, check_rounding, grid_of
+
+_HOW = "str format, str rounding, str? overflow, Tensor? key"
+_SCHEMAS = (
+    f"quantize(Tensor x, {_HOW}) -> Tensor",
+    f"quantize_out(Tensor x, {_HOW}, Tensor(a!) out) -> ()",
+    f"encode(Tensor x, {_HOW}, Tensor? scales, int block_size) -> Tensor",
+    f"encode_out(Tensor x, {_HOW}, Tensor? scales, int block_size, Tensor(a!) out) -> ()",
+    "decode(Tensor codes, str format, SymInt numel, Tensor? scales, int block_size) -> Tensor",
+    "decode_out(Tensor codes, str format, Tensor? scales, int block_size, Tensor(a!) out) -> ()",
+    "largest_magnitudes(Tensor x, int block_size) -> Tensor",
+)
+_library = torch.library.Library("narrowgauge", "DEF")
+for _schema in _SCHEMAS:
+    _library.define(_schema)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps, in whatever order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _refuse_overlap(x: Tensor, out: Tensor, *, identity: bool) -> None:
+    """Raise if ``out`` shares memory with ``x`` (with ``identity``: unless it is the same view)."""
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError("out is an expanded tensor whose elements share memory; clone it first")
+    if not x.numel() or not out.numel() or x.device != out.device:
+        return
+    if identity and (x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()):
+        return
+    spans = []
+    for each in (x, out):
+        reach = sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)) + 1
+        spans.append((each.data_ptr(), each.data_ptr() + reach * each.element_size()))
+    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+        raise ValueError(
+            "out shares memory with the input without being the same tensor; give it memory of "
+            f"its own{', or the input itself' if identity else ''}"
+        )
+
+
+def _written(out: Tensor) -> None:
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+# -- quantize --------------------------------------------------------------------------------------
+
+
+def _quantize_into(x: Tensor, out: Tensor, grid: Grid, rounding: str, key: Tensor | None) -> None:
+    if x.dtype in (torch.bfloat16, torch.float16):  # exact in float32
+        wide = x.float().contiguous()
+        _quantize_into(wide, wide, grid, rounding, key)
+        out.copy_(wide)
+    elif x.device.type != "cpu":
+        out.copy_(reference.quantize(x, grid, rounding, key))
+    elif (x.is_contiguous() and out.is_contiguous()) or (
+        # Stochastic rounding counts elements, so there the order in memory matters.
+        rounding != "stochastic" and x.stride() == out.stride() and _dense(x)
+    ):
+        current().quantize(x, out, grid, rounding, key, raw.threads_for(x.numel()))
+    else:
+        compact = x.clone(memory_format=torch.contiguous_format)
+        _quantize_into(compact, compact, grid, rounding, key)
+        out.copy_(compact)
+
+
+def _quantize(
+    x: Tensor, format: str, rounding: str, overflow: str | None, key: Tensor | None
+) -> Tensor:
+    out = torch.empty_like(x)
+    _quantize_into(x, out, grid_of(format, overflow), rounding, key)
+    return out
+
+
+def _quantize_out(
+    x: Tensor, format: str, rounding: str, overflow: str | None, key: Tensor | None, out: Tensor
+) -> None:
+    _refuse_overlap(x, out, identity=True)
+    _quantize_into(x, out, grid_of(format, overflow), rounding, key)
+    _written(out)
+
+
+def _quantize_fake(
+    x: Tensor, format: str, rounding: str, overflow: str | None, key: Tensor | None
+) -> Tensor:
+    check_rounding(rounding)
+    grid_of(format, overflow)
+    return torch.empty_like(x)
+
+
+def _quantize_backward(ctx: object, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return grad, None, None, None, None  # straight through
+
+
+# -- encode ----------------------------------------------------------------------------------------
+
+
+def _encode_into(
+    x: Tensor,
+    out: Tensor | None,
+    grid: Grid,
+    rounding: str,
+    key: Tensor | None,
+    scales: Tensor | None,
+    block_size: int,
+) -> Tensor:
+    if scales is not None and bool((scales == 0).any()):
+        raise ValueError(
+            f"an exponent is out of range; allowed: -{raw.MAX_EXPONENT} to {raw.MAX_EXPONENT}"
+        )
+    flat = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).contiguous().view(-1)
+    if x.device.type != "cpu":
+        codes, found = reference.encode(flat, grid, rounding, key, scales, block_size)
+        spoilt = bool(found)
+        out = codes if out is None else out.copy_(codes)
+    else:
+        size = raw.packed_bytes(flat.numel(), grid.bits)
+        direct = out is not None and out.is_contiguous()
+        target = out if out is not None and direct else x.new_empty(size, dtype=torch.uint8)
+        spoilt = current().encode(
+            flat, target, grid, rounding, key, scales, block_size, raw.threads_for(flat.numel())
+        )
+        out = target if out is None or direct else out.copy_(target)
+    if spoilt:
+        raise raw.spoilt_error(grid)
+    return out
+
+
+def _encode(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    overflow: str | None,
+    key: Tensor | None,
+    scales: Tensor | None,
+    block_size: int,
+) -> Tensor:
+    return _encode_into(x, None, grid_of(format, overflow), rounding, key, scales, block_size)
+
+
+def _encode_out(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    overflow: str | None,
+    key: Tensor | None,
+    scales: Tensor | None,
+    block_size: int,
+    out: Tensor,
+) -> None:
+    _refuse_overlap(x, out, identity=False)
+    _encode_into(x, out, grid_of(format, overflow), rounding, key, scales, block_size)
+    _written(out)
+
+
+def _encode_fake(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    overflow: str | None,
+    key: Tensor | None,
+    scales: Tensor | None,
+    block_size: int,
+) -> Tensor:
+    check_rounding(rounding)
+    bits = grid_of(format, overflow).bits
+    return x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
+
+
+# -- decode ----------------------------------------------------------------------------------------
+
+
+def _decode_into(
+    codes: Tensor, out: Tensor, grid: Grid, scales: Tensor | None, block_size: int
+) -> None:
+    if scales is not None and bool((scales == 0).any()):
+        raise ValueError(
+            f"an exponent is out of range; allowed: -{raw.MAX_EXPONENT} to {raw.MAX_EXPONENT}"
+        )
+    codes = codes.contiguous()
+    if codes.device.type != "cpu":
+        values = reference.decode(codes, grid, out.numel())
+        out.copy_(reference.scaled(values, scales, block_size, 1.0).view(out.shape))
+    elif out.dtype == torch.float32 and out.is_contiguous():
+        threads = raw.threads_for(out.numel())
+        current().decode(codes, out.view(-1), grid, scales, block_size, 1.0, threads)
+    else:
+        wide = torch.empty(out.shape, dtype=torch.float32)
+        _decode_into(codes, wide, grid, scales, block_size)
+        out.copy_(wide)
+
+
+def _decode(
+    codes: Tensor, format: str, numel: int, scales: Tensor | None, block_size: int
+) -> Tensor:
+    out = codes.new_empty(numel, dtype=torch.float32)
+    _decode_into(codes, out, grid_of(format), scales, block_size)
+    return out
+
+
+def _decode_out(
+    codes: Tensor, format: str, scales: Tensor | None, block_size: int, out: Tensor
+) -> None:
+    _refuse_overlap(codes, out, identity=False)
+    _decode_into(codes, out, grid_of(format), scales, block_size)
+    _written(out)
+
+
+def _decode_fake(
+    codes: Tensor, format: str, numel: int, scales: Tensor | None, block_size: int
+) -> Tensor:
+    return codes.new_empty(numel, dtype=torch.float32)
+
+
+# -- largest magnitudes ----------------------------------------------------------------------------
+
+
+def _largest_magnitudes(x: Tensor, block_size: int) -> Tensor:
+    if x.device.type != "cpu":
+        return reference.largest_magnitudes(x, block_size)
+    return raw.largest_magnitudes(x.contiguous(), block_size or None)
+
+
+def _largest_magnitudes_fake(x: Tensor, block_size: int) -> Tensor:
+    blocks = (x.numel() + block_size - 1) // block_size if block_size else 1
+    return x.new_empty(blocks, dtype=torch.int32)
+
+
+def _register() -> None:
+    kernels: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+        "quantize": (_quantize, _quantize_fake),
+        "quantize_out": (_quantize_out, lambda *_: None),
+        "encode": (_encode, _encode_fake),
+        "encode_out": (_encode_out, lambda *_: None),
+        "decode": (_decode, _decode_fake),
+        "decode_out": (_decode_out, lambda *_: None),
+        "largest_magnitudes": (_largest_magnitudes, _largest_magnitudes_fake),
+    }
+    for name, (kernel, fake) in kernels.items():
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"narrowgauge::{name}", fake, lib=_library)
+    torch.library.register_autograd("narrowgauge::quantize", _quantize_backward, lib=_library)
+
+
+_register()
+
+quantize = torch.ops.narrowgauge.quantize.default
+quantize_out = torch.ops.narrowgauge.quantize_out.default
+encode = torch.ops.narrowgauge.encode.default
+encode_out = torch.ops.narrowgauge.encode_out.default
+decode = torch.ops.narrowgauge.decode.default
+decode_out = torch.ops.narrowgauge.decode_out.default
+largest_magnitudes = torch.ops.narrowgauge.largest_magnitudes.default

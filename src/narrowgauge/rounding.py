@@ -1,0 +1,119 @@
+"""Rounding tensors to a narrow format, with the result still in the tensor's own dtype.
+
+The result is the exactly rounded one: round first, as if the format's exponents were unbounded
+above, then see whether it overflows. The gradient passes straight through, so rounding may stand
+anywhere in a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge import codec
+from narrowgauge.formats import FormatLike
+from narrowgauge.kernels import operators
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second tensor forward, the identity of the first one backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def quantize(
+    x: Tensor,
+    format: FormatLike,
+    *,
+    rounding: str = "nearest-even",
+    overflow: str | None = None,
+    generator: torch.Generator | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Round every element of a tensor to a format.
+
+    Args:
+        x: float32, float64, bfloat16 or float16, of any shape and strides. float64 is rounded
+            once; bfloat16 and float16 pass through float32, which holds them exactly.
+        format: a name such as ``"e4m3"``, a format, or a torch dtype. A block format gives what
+            :func:`narrowgauge.decode` makes of :func:`narrowgauge.encode`.
+        rounding: how to choose between the two neighbours.
+
+            - ``"nearest-even"``: the nearer one; of two equally near, the one with the even *code*.
+              With mantissa bits that is the even value; without any, as in e3m0, 3 becomes 2, and
+              6 and 12 become 8. Without subnormals, half the smallest normal number becomes 0.
+            - ``"nearest-away"``: the nearer one, or of two the one farther from zero.
+            - ``"toward-zero"``, ``"up"`` (to +∞), ``"down"`` (to −∞). Where these round a finite
+              number beyond the largest toward zero, they give the largest, whatever ``overflow``.
+            - ``"stochastic"``: away from zero with a probability equal to the distance from the
+              neighbour nearer to zero, in spacings, cut off to a multiple of 2**-32.
+        overflow: what a finite number becomes that rounds beyond the largest: ``"infinity"``,
+            ``"saturate"`` (the largest), ``"nan"``; ``None`` means infinity where the format has
+            one, else saturate. An infinite input is no overflow: it stays, or becomes NaN in a
+            format without infinity, or the largest number in one that has neither. NaN stays NaN,
+            even where the format has none. Integers always saturate; unsigned scale formats have
+            no zero, so zero and negative numbers become NaN.
+        generator: for stochastic rounding; ``None`` is torch's own, set by ``torch.manual_seed``.
+            The same state gives the same bits on any number of threads.
+        out: a tensor of the same shape and dtype to write into; may be ``x``. Writing into memory
+            that exists is several times as fast as into fresh memory.
+
+    Returns:
+        The rounded tensor in ``x``'s dtype. A number of the format that this dtype cannot hold (a
+        large bf16 number in float16) is converted as torch converts it. In formats without
+        negative zero, −0 becomes 0.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor.
+        ValueError: an unknown format, rounding or overflow; an overflow that the format lacks;
+            ``out`` of another shape, dtype or device, or partly the same memory as ``x``.
+        RuntimeError: ``out`` is given and a gradient is asked for.
+    """
+    codec.check_input(x, rounding)
+    layout = codec.layout_of(format)
+    if out is not None:
+        codec.check_out(out, x.shape, x.dtype, x.device)
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            raise RuntimeError(
+                "quantize with out= does not support automatic differentiation, but x or out "
+                "requires grad; leave out= away, or use torch.no_grad()"
+            )
+    if layout.block_size:
+        codes = codec.encode(
+            x.detach(), format, rounding=rounding, overflow=overflow, generator=generator
+        )
+        if out is not None:
+            return codec.decode(codes, format, out=out)
+        rounded = codec.decode(codes, format, x.shape, dtype=x.dtype)
+        return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded  # type: ignore[no-untyped-call]
+    key = codec.random_key(rounding, generator)
+    if out is None:
+        result: Tensor = operators.quantize(x, layout.name, rounding, overflow, key)
+        return result
+    operators.quantize_out(x, layout.name, rounding, overflow, key, out)
+    return out
+
+
+def quantize_(
+    x: Tensor,
+    format: FormatLike,
+    *,
+    rounding: str = "nearest-even",
+    overflow: str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Round a tensor in place: :func:`quantize` with the result in ``x``, which is returned.
+
+    As with torch's own in-place operations, a leaf that requires grad is refused, and the gradient
+    of any other tensor passes straight through.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        rounded = quantize(x, format, rounding=rounding, overflow=overflow, generator=generator)
+        return x.copy_(rounded)
+    return quantize(x, format, rounding=rounding, overflow=overflow, generator=generator, out=x)
