@@ -24,6 +24,7 @@ matplotlib.use("Agg")  # files only: no window system is needed
 from matplotlib import rc_context
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter
+from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
 from narrowgauge.formats import FloatFormat, FormatLike, IntFormat, format_of
@@ -64,10 +65,13 @@ class Table:
 
     def rich(self) -> RichTable:
         """The table for a terminal, to be printed with ``rich.console.Console().print``."""
-        table = RichTable(title=self.title, title_justify="left", caption_justify="left")
+        table = RichTable(
+            title=self.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+        )
         for position, column in enumerate(self.columns):
+            first = position == 0
             table.add_column(
-                column, justify="left" if position == 0 else "right", vertical="bottom"
+                column, justify="left" if first else "right", vertical="bottom", no_wrap=first
             )
         for row in self.rows:
             table.add_row(*row)

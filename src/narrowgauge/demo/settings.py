@@ -82,13 +82,12 @@ class Variant:
 
 def variants(scale: Scale) -> list[Variant]:
     """The variants of the demo, in the order of the table."""
-    how = f"APS, {scale} scale"
     return [
-        Variant("float32", "float32 (plain DDP)", "fp32", False, False, 32),
-        Variant("bf16", "bf16 hook", "bf16", False, False, 16),
-        Variant("aps-e5m2", f"e5m2, {how}", "e5m2", True, True, 8),
-        Variant("aps-e4m3", f"e4m3, {how}", "e4m3", True, True, 8),
-        Variant("aps-e3m0", f"e3m0, {how}", "e3m0", True, True, 4),
+        Variant("float32", "float32, plain DDP", "fp32", False, False, 32),
+        Variant("bf16", "bf16, hook", "bf16", False, False, 16),
+        Variant("aps-e5m2", f"e5m2, APS {scale}", "e5m2", True, True, 8),
+        Variant("aps-e4m3", f"e4m3, APS {scale}", "e4m3", True, True, 8),
+        Variant("aps-e3m0", f"e3m0, APS {scale}", "e3m0", True, True, 4),
         Variant("plain-e4m3", "e4m3, no scale", "e4m3", True, False, 8),
         Variant("plain-e3m0", "e3m0, no scale", "e3m0", True, False, 4),
     ]

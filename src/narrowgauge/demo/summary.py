@@ -44,7 +44,7 @@ def comparison(
         rows.append(
             [
                 variant.label,
-                f"{mean:.1f} ± {deviation:.1f}",
+                f"{mean:.1f} ± {deviation:.1f} %",
                 bytes_text(its_runs[0]["bytes_sent_per_step"]) + computed,
                 _NONE if step is None else f"{step * 1e3:.1f} ms",
                 _NONE if step is None or not codec else f"{codec / step:.1%}",
@@ -55,17 +55,20 @@ def comparison(
     where = runs[0]["environment"]
     return Table(
         "The same training, its gradients sent in different formats",
-        ["gradients", "test accuracy, %", "sent per step", "step", "codec", "round-off error"],
+        ["gradients", "accuracy", "sent", "step time", "codec", "round-off"],
         rows,
         [
             f"{data}; {settings.ranks} ranks on loopback, {settings.steps} steps of "
-            f"{settings.batch} images, {seeds} seed{'s' * (seeds > 1)}: mean ± standard deviation.",
-            f"Sent: by one rank, counted by the ledger; * computed for a ring all-reduce of "
-            f"{runs[0]['parameters']:,} numbers.",
-            "Step: median. Codec: time for rounding, packing, summing and unpacking, as a share of "
-            "it.",
-            "Round-off error: mean |exact − sent| / |exact| over the elements with exact ≠ 0; an "
-            "element that vanishes counts 100 %.",
+            f"{settings.batch} images. Accuracy: on test images, mean ± standard deviation over "
+            f"{seeds} seed{'s' * (seeds > 1)}.",
+            "APS local: each rank scales each layer by its own power of two. APS shared: the ranks "
+            "agree on it first, as published.",
+            "Sent: by each rank in a step, counted by the ledger; * computed for a ring all-reduce "
+            f"of {runs[0]['parameters']:,} numbers.",
+            "Step time: median. Codec: rounding, packing, summing and unpacking, as a share of it "
+            "(part of it while other work goes on).",
+            "Round-off: mean of |exact − sent| / |exact| over the elements with exact ≠ 0; one "
+            "that vanishes counts as 100 %.",
             f"torch {where['torch']}, {where['cores']} cores, {where['threads_per_rank']} thread"
             f"{'s' * (where['threads_per_rank'] > 1)} per rank, kernels: {where['kernels']}.",
         ],
