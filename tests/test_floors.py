@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "narrowgauge"
 FLOORS = [
     {"formats"},
     {"kernels"},
-    {"scaling", "rounding", "codec", "matmul"},
+    {"scaling"},
+    {"rounding", "codec", "matmul"},
     {"collectives", "nn", "ledger"},
     {"gradients", "operators", "parameters", "inputs"},
     {"costmodel", "report"},
@@ -22,7 +23,7 @@ FLOORS = [
     {"doctor"},
     {"cli"},
 ]
-ALSO = {("nn", "ledger"), ("collectives", "ledger")}
+ALSO = {("rounding", "codec"), ("nn", "ledger"), ("collectives", "ledger")}
 KNOW_DISTRIBUTED = {"collectives", "gradients", "operators", "parameters", "inputs", "demo"}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

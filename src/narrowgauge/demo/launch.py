@@ -91,6 +91,7 @@ def run(
     results = output / _RESULTS
     if fresh:
         results.unlink(missing_ok=True)
+    _end_last_line(results)
     all_variants = variants(settings.scale)
     wanted = [(variant, seed) for seed in range(seeds) for variant in all_variants]
     finished = _finished(results, settings)
@@ -119,6 +120,13 @@ def _finished(results: Path, settings: Settings) -> dict[tuple[str, int], dict[s
         if entry.get("settings") == settings.as_dict():
             finished[entry["variant"], entry["seed"]] = entry
     return finished
+
+
+def _end_last_line(path: Path) -> None:
+    """Sets what comes next apart from a last line that was cut short when it was written."""
+    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
 
 
 def _launch(

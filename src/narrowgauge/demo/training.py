@@ -35,6 +35,7 @@ from narrowgauge.ledger import round_off_sums
 _TIMEOUT = timedelta(seconds=60)
 _WARM_UP_STEPS = 10  # not timed: DDP rebuilds its buckets, allocators and caches fill
 _POINTS = 60  # of the loss curve
+_TELL_SECONDS = 0.2  # between two lines of progress
 _EVALUATIONS = 12  # points of the accuracy curve
 _CURVE_IMAGES = 1000  # test images used for those points; the final accuracy uses all
 _LOOPBACK_COUNTER = Path("/sys/class/net/lo/statistics/tx_bytes")
@@ -138,7 +139,7 @@ def train(
     accuracy_curve: list[tuple[int, float]] = []
     seconds: list[float] = []
     evaluate_every = max(1, settings.steps // _EVALUATIONS)
-    tell_every = max(1, settings.steps // 100)
+    told = 0.0
     batches = _batches(len(images.train_labels), settings.batch, seed)
     on_the_wire = 0
 
@@ -163,7 +164,8 @@ def train(
             on_the_wire += _loopback_bytes() - counter
         if (step + 1) % evaluate_every == 0:
             accuracy_curve.append((step + 1, _accuracy(model, images, _CURVE_IMAGES)))
-        if rank == 0 and ((step + 1) % tell_every == 0 or step + 1 == settings.steps):
+        if rank == 0 and (end - told > _TELL_SECONDS or step + 1 == settings.steps):
+            told = end
             append_line(progress, {"variant": variant.key, "seed": seed, "step": step + 1})
 
     if compression is not None:
