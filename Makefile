@@ -31,7 +31,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/allreduce.py
 
 clean:
-	rm -rf $(VENV) build dist narrowgauge-demo CMakeCache.txt CMakeFiles build.ninja .ninja_* \
+	rm -rf $(VENV) build dist narrowgauge-demo CMakeCache.txt CMakeInit.txt .cmake CMakeFiles build.ninja .ninja_* \
 		cmake_install.cmake src/narrowgauge/kernels/*.so
 
 $(VENV)/bin/python:
