@@ -36,6 +36,11 @@ def test_table_for_the_terminal_shows_every_cell() -> None:
         assert part in text
 
 
+def test_table_as_markdown_keeps_cells_apart() -> None:
+    table = report.Table("t", ["name", "bytes"], [["a|b", "8 *"]], ["* computed"])
+    assert table.markdown() == ("| name | bytes |\n|---|---:|\n| a\\|b | 8 \\* |\n\n\\* computed\n")
+
+
 def test_table_refuses_a_row_of_another_length() -> None:
     with pytest.raises(
         ValueError, match=r"the row \['e4m3'\] has 1 cells; .* 2 columns: name, bits"

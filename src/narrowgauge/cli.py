@@ -61,7 +61,7 @@ def demo(
         ),
     ] = ScaleChoice.local,
     output: Annotated[
-        Path, typer.Option(help="Folder for report.html, PNG curves and results.jsonl.")
+        Path, typer.Option(help="Folder for report.html, table.md, PNG curves and results.jsonl.")
     ] = Path("narrowgauge-demo"),
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Repeat runs that the folder holds already.")

@@ -38,7 +38,7 @@ _COLOURS = ["", "#999999", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, for the terminal (:meth:`rich`) and for a page (:meth:`html`).
+    """A table of text: for the terminal, as HTML or as Markdown.
 
     Args:
         title: one line above the table.
@@ -78,6 +78,19 @@ class Table:
         if self.notes:
             table.caption = "\n".join(self.notes)
         return table
+
+    def markdown(self) -> str:
+        """The table as Markdown, for a README or an issue: columns, rows, then the notes."""
+        lines = [
+            "| " + " | ".join(self.columns) + " |",
+            "|---|" + "---:|" * (len(self.columns) - 1),
+            *(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+                for row in self.rows
+            ),
+        ]
+        notes = "\n".join(note.replace("*", "\\*") for note in self.notes)
+        return "\n".join(lines).replace(" * |", " \\* |") + "\n" + (f"\n{notes}\n" if notes else "")
 
     def html(self) -> str:
         """The table as an HTML fragment."""

@@ -62,9 +62,9 @@ def run(
     Args:
         settings: of all runs.
         seeds: runs per variant, at least 1; the seeds are 0, 1, ….
-        output: folder for ``report.html``, ``loss.png``, ``accuracy.png``, ``results.jsonl`` and
-            the ranks' ``logs``; created if absent. Runs found in its ``results.jsonl`` with the
-            same settings are not repeated.
+        output: folder for ``report.html``, ``table.md``, ``loss.png``, ``accuracy.png``,
+            ``results.jsonl`` and the ranks' ``logs``; created if absent. Runs found in its
+            ``results.jsonl`` with the same settings are not repeated.
         fresh: whether to forget those runs first.
         console: where to print; by default standard output.
 

@@ -104,7 +104,7 @@ def write_report(
     variants: Sequence[Variant],
     runs: Sequence[dict[str, Any]],
 ) -> Path:
-    """Write ``loss.png``, ``accuracy.png`` and ``report.html`` into ``output``.
+    """Write ``loss.png``, ``accuracy.png``, ``table.md`` and ``report.html`` into ``output``.
 
     Returns:
         Path of the HTML file.
@@ -112,6 +112,8 @@ def write_report(
     drawn = figures(variants, runs)
     for name, figure in drawn.items():
         figure.save(output / f"{name}.png")
+    table = comparison(settings, data, variants, runs)
+    (output / "table.md").write_text(table.markdown(), encoding="utf-8")
     return write_html(
         output / "report.html",
         title="Gradients in narrow formats",
@@ -127,7 +129,7 @@ def write_report(
             "All ranks ran on one machine, where sending is nearly free: read the bytes as what a "
             "slower network would be spared, not the step times as what it would gain.",
         ],
-        parts=[comparison(settings, data, variants, runs), *drawn.values()],
+        parts=[table, *drawn.values()],
     )
 
 
