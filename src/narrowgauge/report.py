@@ -66,7 +66,12 @@ class Table:
     def rich(self) -> RichTable:
         """The table for a terminal, to be printed with ``rich.console.Console().print``."""
         table = RichTable(
-            title=self.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+            title=self.title,
+            title_justify="left",
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
         )
         for position, column in enumerate(self.columns):
             first = position == 0
