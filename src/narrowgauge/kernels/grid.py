@@ -18,7 +18,7 @@ ROUNDINGS = ("nearest-even", "nearest-away", "toward-zero", "up", "down", "stoch
 OVERFLOWS = ("infinity", "saturate", "nan")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # grid_of makes each once; compared by identity, which is fast
 class Grid:
     """The numbers of one format, and what becomes of everything that is not among them.
 

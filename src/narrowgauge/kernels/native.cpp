@@ -21,6 +21,9 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define INLINE inline __attribute__((always_inline))
+// Loops are functions of their own, with parameters copied to local constants: seeing how they were
+// made, or fearing that a store might change them, gcc would not vectorise.
+#define NOINLINE __attribute__((noinline))
 #define SIMD _Pragma("omp simd")
 
 namespace {
@@ -37,6 +40,7 @@ typedef uint32_t unaligned32 __attribute__((aligned(1), may_alias));
 INLINE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 INLINE uint64_t bits_of(double x) { return __builtin_bit_cast(uint64_t, x); }
 INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+INLINE double float_of(uint64_t bits) { return __builtin_bit_cast(double, bits); }
 INLINE float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
 INLINE double double_power_of_two(int e) {
   return __builtin_bit_cast(double, uint64_t(e + 1023) << 52);
@@ -75,7 +79,7 @@ void parallel(int64_t n, int threads, Body body) {  // body(begin, end), whole t
   if (n > 0) body(0, n);
 }
 
-// ---- random words: Philox4x32-10, counter (block, 0), four words per block --------------------------
+// ---- random words: Philox4x32-7, counter (block, 0), four words per block --------------------------
 
 #if defined(__AVX512F__)
 typedef uint64_t lanes __attribute__((vector_size(64)));
@@ -92,32 +96,48 @@ INLINE lanes multiply(lanes a, lanes b) { return (a & 0xffffffffu) * (b & 0xffff
 #endif
 constexpr int LANES = sizeof(lanes) / 8;
 
-// `multiply` reads only the low half of each lane, so the high halves may hold anything until the end.
-void random_words(uint32_t* words, int64_t first_block, uint64_t key) {
-  lanes count{}, even{}, odd{};
-  for (int i = 0; i < LANES; i++) {
-    count[i] = uint64_t(i);
-    even[i] = uint64_t(i / 2 + i % 2 * LANES);
-    odd[i] = even[i] + LANES / 2;
-  }
-  for (int64_t block = 0; block < TILE / 4; block += LANES) {
-    lanes x0 = count + uint64_t(first_block + block), x1 = x0 >> 32, x2{}, x3{};
-    uint32_t key0 = uint32_t(key), key1 = uint32_t(key >> 32);
-    for (int round = 0; round < 10; round++) {
-      lanes p0 = multiply(x0, lanes{} + 0xD2511F53u), p1 = multiply(x2, lanes{} + 0xCD9E8D57u);
-      x0 = (p1 >> 32) ^ x1 ^ key0;
-      x1 = p1;
-      x2 = (p0 >> 32) ^ x3 ^ key1;
-      x3 = p0;
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
+struct Philox {
+  static constexpr uint32_t ROUNDS = 7;  // the fewest that pass BigCrush (Salmon et al., 2011)
+  lanes key0[ROUNDS], key1[ROUNDS], count, even, odd;
+  explicit Philox(uint64_t key) {
+    for (uint32_t r = 0; r < ROUNDS; r++) {
+      key0[r] = lanes{} + uint64_t(uint32_t(key) + r * 0x9E3779B9u);
+      key1[r] = lanes{} + uint64_t(uint32_t(key >> 32) + r * 0xBB67AE85u);
     }
-    lanes low = (x0 & 0xffffffffu) | x1 << 32, high = (x2 & 0xffffffffu) | x3 << 32;
-    lanes first = __builtin_shuffle(low, high, even), second = __builtin_shuffle(low, high, odd);
-    memcpy(words + 4 * block, &first, sizeof first);
-    memcpy(words + 4 * block + 2 * LANES, &second, sizeof second);
+    for (int i = 0; i < LANES; i++) {
+      count[i] = uint64_t(i);
+      even[i] = uint64_t(i / 2 + i % 2 * LANES);
+      odd[i] = even[i] + LANES / 2;
+    }
   }
-}
+  // The words of a tile that begins at element `first`, a multiple of 4.
+  NOINLINE void tile(uint32_t* words, int64_t first) const {
+    constexpr int SIDE = 2;  // chains side by side, so that none waits for its multiplications
+    for (int64_t block = 0; block < TILE / 4; block += SIDE * LANES) {
+      lanes x0[SIDE], x1[SIDE], x2[SIDE], x3[SIDE];
+      for (int s = 0; s < SIDE; s++) {
+        x0[s] = count + uint64_t(first / 4 + block + s * LANES);
+        x1[s] = x0[s] >> 32, x2[s] = lanes{}, x3[s] = lanes{};
+      }
+      // `multiply` reads only the low half of each lane: the high ones may hold anything meanwhile.
+#pragma GCC unroll 7
+      for (uint32_t r = 0; r < ROUNDS; r++)
+#pragma GCC unroll 2
+        for (int s = 0; s < SIDE; s++) {
+          const lanes p0 = multiply(x0[s], lanes{} + 0xD2511F53u), p1 = multiply(x2[s], lanes{} + 0xCD9E8D57u);
+          x0[s] = (p1 >> 32) ^ x1[s] ^ key0[r];
+          x1[s] = p1;
+          x2[s] = (p0 >> 32) ^ x3[s] ^ key1[r];
+          x3[s] = p0;
+        }
+      for (int s = 0; s < SIDE; s++) {
+        const lanes low = (x0[s] & 0xffffffffu) | x1[s] << 32, high = (x2[s] & 0xffffffffu) | x3[s] << 32;
+        const lanes halves[2] = {__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, odd)};
+        memcpy(words + 4 * (block + s * LANES), halves, sizeof halves);
+      }
+    }
+  }
+};
 
 // ---- rounding in general: any mode, any grid, on the bits as integers -------------------------------
 
@@ -133,30 +153,35 @@ template <> struct Type<double> {
   static constexpr int MANTISSA = 52, BIAS = 1023, CAP = 62;
 };
 
-// The grid in the words of float or double: `code` says whether results are codes or values.
+// The grid in the words of float or double: `code` says whether results are codes or values. Every
+// field is as wide as an element, and flags are masks, so that the loop below vectorises.
 template <class T> struct General {
   typedef typename Type<T>::U U;
   typedef typename Type<T>::S S;
-  S m, emin, wider, exponent, parity, sign_place;
-  U largest, top, overflow, infinite, nan, sign_mask, adjust, bits_mask;
+  S m, emin, wider, exponent;
+  U parity, unit, least, largest, top, overflow, infinite, nan;
+  U sign, result_sign, negative_zero, integer, bits_mask, adjust, threshold, care, limit;
   T subnormal;
-  bool is_signed, negative_zero, integer, alike;
   General(const Grid& g, bool code, int exponent_)
       : m(g.mantissa_bits), emin(g.min_exponent), wider(g.has(SUBNORMALS) ? 0 : g.mantissa_bits),
-        exponent(exponent_), parity(!g.has(SIGNED)), sign_place(code ? g.bits - 1 : 0),
-        largest(g.largest), is_signed(g.has(SIGNED)), negative_zero(g.has(NEGATIVE_ZERO)),
-        integer(g.has(INTEGER)) {
+        exponent(exponent_), unit(U(1) << g.mantissa_bits), largest(g.largest) {
+    parity = least = g.has(SIGNED) ? 0 : 1;  // without zero, codes are ordinals less one
+    sign = U(1) << (sizeof(T) * 8 - 1);
+    result_sign = code ? (g.has(SIGNED) ? U(1) << (g.bits - 1) : U(0)) : sign;
+    negative_zero = g.has(NEGATIVE_ZERO);
+    integer = g.has(INTEGER) ? ~U(0) : U(0);
     bits_mask = (U(1) << g.bits) - 1;
-    sign_mask = U(1) << (sizeof(T) * 8 - 1);
     adjust = U(S(emin + Type<T>::BIAS - 1)) << Type<T>::MANTISSA;
     // In float the caller makes sure that emin >= -126; there `adjust` is 0 and ordinals below and
     // above the smallest normal number are shifted bits alike.
-    alike = adjust == 0;
+    threshold = adjust ? unit : U(0);
     subnormal = T(double_power_of_two(int(emin - m)));
     top = code ? g.largest_code : bits_of(T(g.largest_value));
     overflow = code ? g.overflow_code : bits_of(T(g.overflow_value));
     infinite = code ? g.infinite_code : bits_of(T(g.infinite_value));
     nan = code ? g.nan_code : bits_of(T(float_of(NOT_A_NUMBER)));
+    care = g.has(SIGNED) ? ~sign : ~U(0);
+    limit = (U(2 * Type<T>::BIAS + 1) << Type<T>::MANTISSA) - least;
   }
 };
 
@@ -166,8 +191,8 @@ INLINE typename Type<T>::U round_one(T x, uint32_t word, const General<T>& g) {
   typedef typename Type<T>::S S;
   constexpr int M = Type<T>::MANTISSA, CAP = Type<T>::CAP;
   constexpr U infinity = U(2 * Type<T>::BIAS + 1) << M;
-  const U u = bits_of(x), magnitude = u & ~g.sign_mask;
-  const bool negative = S(u) < 0;
+  const U u = bits_of(x), magnitude = u & ~g.sign;
+  const U negative = S(u) < 0 ? ~U(0) : U(0);
   const S field = S(magnitude >> M);
   const U significand = (magnitude & ((U(1) << M) - 1)) | (field > 0 ? U(1) << M : U(0));
   const S e = (field > 1 ? field : S(1)) - Type<T>::BIAS + g.exponent;
@@ -178,58 +203,60 @@ INLINE typename Type<T>::U round_one(T x, uint32_t word, const General<T>& g) {
   const S capped = shift > CAP ? S(CAP) : shift;
   const U kept = significand >> capped, rest = significand - (kept << capped);
   const U truncated = (U(clamped - g.emin) << g.m) + (kept << wider);
-  U up = 0;
-  bool toward_zero = R == ZERO;
+  U up = 0, toward_zero = R == ZERO ? ~U(0) : U(0);
   if constexpr (R == EVEN) {
-    up = 2 * rest + ((truncated + U(g.parity)) & 1) > U(1) << capped;
+    up = 2 * rest + ((truncated + g.parity) & 1) > U(1) << capped ? U(1) : U(0);
   } else if constexpr (R == AWAY) {
-    up = 2 * rest >= U(1) << capped;
+    up = 2 * rest >= U(1) << capped ? U(1) : U(0);
   } else if constexpr (R == UP || R == DOWN) {
-    toward_zero = negative == (R == UP);
-    up = rest != 0 && !toward_zero;
+    toward_zero = R == UP ? negative : ~negative;
+    up = rest != 0 ? U(1) & ~toward_zero : U(0);
   } else if constexpr (R == STOCHASTIC) {
     S left = 32 - shift, right = shift - 32;
     left = left < 0 ? S(0) : left > 31 ? S(31) : left;
     right = right < 0 ? S(0) : right > CAP ? S(CAP) : right;
     const U fraction = (rest << left) >> right;
-    up = sizeof(U) == 4 ? U(fraction + word) < fraction : (fraction + word) >> 31 >> 1;
+    if constexpr (sizeof(U) == 4)
+      up = U(fraction + word) < fraction ? U(1) : U(0);
+    else
+      up = (fraction + word) >> 32;
   }
-  U ordinal = truncated + (up << wider);
-  const bool beyond = ordinal > g.largest;
-  U result = ordinal;
-  if (!g.is_signed) result = result < 1 ? U(1) : result;
+  const U rounded = truncated + (up << wider);
+  const U ordinal = rounded < g.least ? g.least : rounded;
+  U result;
   if constexpr (CODE) {
-    result = g.is_signed ? result : result - 1;
+    result = ordinal - g.least;
   } else {
-    const U normal = (result << (M - g.m)) + g.adjust;
-    const U subnormal = bits_of(T(S(result)) * g.subnormal);
-    result = result < U(1) << g.m && !g.alike ? subnormal : normal;
+    const U normal = (ordinal << (M - g.m)) + g.adjust;
+    // Adding 2**M by its bits converts a small integer.
+    constexpr U base = U(Type<T>::BIAS + M) << M;
+    const T small = float_of(U(ordinal | base)) - float_of(base);
+    result = ordinal < g.threshold ? bits_of(small * g.subnormal) : normal;
   }
-  result = beyond ? (toward_zero ? g.top : g.overflow) : result;
+  const U beyond = R == ZERO ? g.top : (g.top & toward_zero) | (g.overflow & ~toward_zero);
+  result = ordinal > g.largest ? beyond : result;
   result = magnitude == infinity ? g.infinite : result;
   if constexpr (CODE) {
-    if (g.integer) {
-      result = (negative ? U(0) - result : result) & g.bits_mask;
-    } else if (g.is_signed) {
-      result |= negative && (result != 0 || g.negative_zero) ? U(1) << g.sign_place : U(0);
-    }
+    const U negated = ((result ^ negative) - negative) & g.bits_mask;
+    const U with_sign = (result | g.negative_zero) != 0 ? result | (negative & g.result_sign) : result;
+    result = (negated & g.integer) | (with_sign & ~g.integer);
   } else {
-    result |= negative && (result != 0 || g.negative_zero) ? g.sign_mask : U(0);
+    const U with_sign = result | (negative & g.result_sign);
+    result = result > infinity ? g.nan : (result | g.negative_zero) != 0 ? with_sign : result;
   }
-  bool invalid = magnitude > infinity;
-  if constexpr (!CODE) invalid = invalid || (result & ~g.sign_mask) > infinity;
-  if (!g.is_signed) invalid = invalid || magnitude == 0 || negative;
-  return invalid ? g.nan : result;
+  // NaN, and without a sign also zero and everything negative.
+  return (u & g.care) - g.least > g.limit ? g.nan : result;
 }
 
 template <Rounding R, class T, class Out>  // Out: T for values, an integer for codes
-void round_general(const T* x, Out* out, int64_t n, General<T> g, const uint32_t* words) {
+NOINLINE void round_general(const T* x, Out* out, int64_t n, const General<T>& grid, const uint32_t* words) {
+  const General<T> g = grid;
   SIMD for (int64_t i = 0; i < n; i++) {
     const uint32_t word = R == STOCHASTIC ? words[i] : 0;
     if constexpr (sizeof(Out) < 4)
       out[i] = Out(round_one<R, true>(x[i], word, g));
     else
-      out[i] = __builtin_bit_cast(Out, round_one<R, false>(x[i], word, g));
+      out[i] = float_of(round_one<R, false>(x[i], word, g));
   }
 }
 
@@ -245,6 +272,19 @@ void round_in(Rounding r, const T* x, Out* out, int64_t n, const General<T>& g, 
   }
 }
 
+uint32_t largest_magnitude(const float* x, int64_t n) {
+  constexpr int WIDTH = 64;  // several vectors side by side, so that none waits for another
+  int32_t most[WIDTH] = {}, all = 0;
+  for (; n >= WIDTH; n -= WIDTH, x += WIDTH)
+    SIMD for (int i = 0; i < WIDTH; i++) {
+      const int32_t a = int32_t(bits_of(x[i]) & MAGNITUDE);
+      most[i] = a > most[i] ? a : most[i];
+    }
+  for (int64_t i = 0; i < n; i++) most[i] = int32_t(bits_of(x[i]) & MAGNITUDE) > most[i] ? int32_t(bits_of(x[i]) & MAGNITUDE) : most[i];
+  for (int32_t each : most) all = each > all ? each : all;
+  return uint32_t(all);
+}
+
 // ---- rounding to nearest-even, float32: the common case at the speed of memory ---------------------
 
 struct Fast {
@@ -254,7 +294,7 @@ struct Fast {
   uint32_t min_bits, cap_bits, add_bits;  // for values: see round_magic
   int shift, sign_shift;
   float magic;
-  bool possible, possible_magic, integer;
+  bool possible, possible_magic, possible_stochastic, integer;
   Fast(const Grid& g, bool code)
       : largest(g.largest), zero_sign(g.has(NEGATIVE_ZERO)), shift(23 - g.mantissa_bits),
         sign_shift(32 - g.bits), integer(g.has(INTEGER)) {
@@ -272,6 +312,7 @@ struct Fast {
     nan = code ? g.nan_code : NOT_A_NUMBER;
     const int emax = int(top >> 23) - 127, cap = emax + 1 < 103 + m ? emax + 1 : 103 + m;
     possible_magic = !code && m > 0 && emax <= 103 + m && overflow == infinite && overflow != NOT_A_NUMBER && zero_sign;
+    possible_stochastic = emin - m >= -94;
     min_bits = uint32_t(emin + 127) << 23;
     cap_bits = uint32_t(cap + 127) << 23;
     add_bits = (uint32_t(shift) << 23) | 0x400000u;
@@ -281,7 +322,8 @@ struct Fast {
 // (x + c) - c with c = 1.5 * 2**(e + 23 - m) rounds x to m bits, normal or not: the shortest kernel,
 // for formats whose exponents leave room for c, whose ties are even in value as in code (m > 0), and
 // that treat overflow and infinity alike.
-void round_magic(const float* x, float* out, int64_t n, Fast f) {
+NOINLINE void round_magic(const float* x, float* out, int64_t n, const Fast& fast) {
+  const Fast f = fast;
   SIMD for (int64_t i = 0; i < n; i++) {
     const uint32_t u = bits_of(x[i]);
     uint32_t e = u & INF;
@@ -295,7 +337,8 @@ void round_magic(const float* x, float* out, int64_t n, Fast f) {
   }
 }
 
-void round_fast(const float* x, float* out, int64_t n, Fast f) {
+NOINLINE void round_fast(const float* x, float* out, int64_t n, const Fast& fast) {
+  const Fast f = fast;
   SIMD for (int64_t i = 0; i < n; i++) {
     const uint32_t u = bits_of(x[i]), a = u & MAGNITUDE, t = a - f.adjust;
     const uint32_t normal = ((t + ((t >> f.shift) & 1) + f.half) & f.mask) + f.adjust;
@@ -309,8 +352,33 @@ void round_fast(const float* x, float* out, int64_t n, Fast f) {
   }
 }
 
+// The general rule with all that most formats never need taken out: grids far above float32's own
+// subnormals, whose hidden bit then may be wrong, as it is shifted out of sight.
+NOINLINE void round_stochastic(const float* x, float* out, int64_t n, const Fast& fast, const uint32_t* words) {
+  const Fast f = fast;
+  const int32_t lowest = int32_t(f.min_bits >> 23), m = 23 - f.shift;
+  SIMD for (int64_t i = 0; i < n; i++) {
+    const uint32_t u = bits_of(x[i]), a = u & MAGNITUDE;
+    const uint32_t significand = (a & 0x7fffffu) | 0x800000u;
+    const int32_t field = int32_t(a >> 23), clamped = field < lowest ? lowest : field;
+    const int32_t shift = clamped - field + f.shift, capped = shift < 31 ? shift : 31;
+    const int32_t left = shift < 32 ? 32 - shift : 0, right = shift - 32;
+    const uint32_t kept = significand >> capped, rest = significand - (kept << capped);
+    const int32_t down = right < 0 ? 0 : right > 31 ? 31 : right;
+    const uint32_t fraction = (rest << left) >> down;
+    const uint32_t ordinal = kept + (fraction + words[i] < fraction ? 1u : 0u);
+    uint32_t r = bits_of(float(int32_t(ordinal)) * float_of(uint32_t(clamped - m) << 23));
+    r = int32_t(r) > int32_t(f.top) ? f.overflow : r;
+    r = a == INF ? f.infinite : r;
+    r = int32_t(a) > int32_t(INF) ? NOT_A_NUMBER : r;
+    r |= (r | f.zero_sign) && int32_t(r) <= int32_t(INF) ? u & ~MAGNITUDE : 0;
+    out[i] = float_of(r);
+  }
+}
+
 template <bool SCALED, bool TWOS_COMPLEMENT, class Code>
-void encode_fast(const float* x, Code* out, int64_t n, Fast f, float scale) {
+NOINLINE void encode_fast(const float* x, Code* out, int64_t n, const Fast& fast, float scale) {
+  const Fast f = fast;
   const uint32_t magic = bits_of(f.magic), sign_bit = 0x80000000u >> f.sign_shift;
   const uint32_t bits_mask = 2 * sign_bit - 1;
   SIMD for (int64_t i = 0; i < n; i++) {
@@ -375,13 +443,14 @@ template <int BITS> struct Packing {
       memcpy(out, &word, BITS);
     }
   }
+  // Reads 8 bytes from the group's first one on, and if it is wide, its last 8 bytes.
   static INLINE void unpack_group(const uint8_t* in, void* codes) {
-    uint64_t w[2] = {0, 0}, c[2];
-    memcpy(w, in, BITS);
-    c[0] = spread_bits<BITS>(w[0], MASK, LANE);
+    uint64_t word, c[2];
+    memcpy(&word, in, 8);
+    c[0] = spread_bits<BITS>(word, MASK, LANE);
     if constexpr (WIDE) {
-      constexpr int USED = 4 * BITS % 64;
-      c[1] = spread_bits<BITS>(w[0] >> USED | (w[1] << (63 - USED) << 1), MASK, LANE);
+      memcpy(&word, in + BITS - 8, 8);
+      c[1] = spread_bits<BITS>(word >> (64 - 4 * BITS), MASK, LANE);
     }
     memcpy(codes, c, WIDE ? 16 : 8);
   }
@@ -401,13 +470,15 @@ void pack(const Code* codes, uint8_t* out, int64_t n) {
 
 template <int BITS, class Code>
 void unpack(const uint8_t* in, Code* codes, int64_t n) {
-  for (; n >= 8; n -= 8, codes += 8, in += BITS) Packing<BITS>::unpack_group(in, codes);
-  if (n) {
+  for (; n >= 8 && n * BITS >= 64; n -= 8, codes += 8, in += BITS) Packing<BITS>::unpack_group(in, codes);
+  while (n > 0) {  // too few bytes left to read 8 at once
+    const int64_t count = n < 8 ? n : 8;
     Code last[8];
     uint8_t bytes[16] = {};
-    memcpy(bytes, in, (n * BITS + 7) / 8);
+    memcpy(bytes, in, (count * BITS + 7) / 8);
     Packing<BITS>::unpack_group(bytes, last);
-    memcpy(codes, last, n * sizeof(Code));
+    memcpy(codes, last, count * sizeof(Code));
+    n -= count, codes += count, in += BITS;
   }
 }
 
@@ -427,17 +498,12 @@ struct Encoder {
   const Grid& grid;
   Rounding rounding;
   Fast fast;
-  uint64_t key;
-  Encoder(const Grid& g, int r, uint64_t k)
-      : grid(g), rounding(Rounding(r)), fast(g, true), key(k) {}
+  Philox philox;
+  Encoder(const Grid& g, int r, uint64_t key)
+      : grid(g), rounding(Rounding(r)), fast(g, true), philox(key) {}
 
   bool spoilt(const float* x, int64_t n) const {
-    uint32_t most = 0;
-    _Pragma("omp simd reduction(max : most)") for (int64_t i = 0; i < n; i++) {
-      const uint32_t a = bits_of(x[i]) & MAGNITUDE;
-      most = a > most ? a : most;
-    }
-    return most > INF;
+    return largest_magnitude(x, n) > INF;
   }
   bool spoilt(const double* x, int64_t n) const {
     bool found = false;
@@ -468,7 +534,7 @@ struct Encoder {
   template <class T, class Code>
   bool tile(const T* x, Code* out, int64_t first, int64_t n, const float* scales, int64_t block) const {
     uint32_t words[TILE];
-    if (rounding == STOCHASTIC) random_words(words, first / 4, key);
+    if (rounding == STOCHASTIC) philox.tile(words, first);
     bool found = false;
     for (int64_t i = 0; i < n;) {
       int64_t length = n - i;
@@ -655,11 +721,14 @@ EXPORT void narrowgauge_round_float(const float* x, float* out, int64_t n, const
     if (rounding == EVEN && fast.possible)
       return (fast.possible_magic ? round_magic : round_fast)(x + begin, out + begin, end - begin, fast);
     const bool direct = grid->min_exponent >= -126;
+    const Philox philox(key);
+    uint32_t words[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
       const int64_t length = end - i < TILE ? end - i : TILE;
-      uint32_t words[TILE];
-      if (rounding == STOCHASTIC) random_words(words, i / 4, key);
-      if (direct) {
+      if (rounding == STOCHASTIC) philox.tile(words, i);
+      if (rounding == STOCHASTIC && fast.possible && fast.possible_stochastic) {
+        round_stochastic(x + i, out + i, length, fast, words);
+      } else if (direct) {
         round_in(Rounding(rounding), x + i, out + i, length, General<float>(*grid, false, 0), words);
       } else {
         double wide[TILE];
@@ -674,10 +743,11 @@ EXPORT void narrowgauge_round_float(const float* x, float* out, int64_t n, const
 EXPORT void narrowgauge_round_double(const double* x, double* out, int64_t n, const Grid* grid,
                                      int rounding, uint64_t key, int threads) {
   parallel(n, threads, [=](int64_t begin, int64_t end) {
+    const Philox philox(key);
+    uint32_t words[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
       const int64_t length = end - i < TILE ? end - i : TILE;
-      uint32_t words[TILE];
-      if (rounding == STOCHASTIC) random_words(words, i / 4, key);
+      if (rounding == STOCHASTIC) philox.tile(words, i);
       round_in(Rounding(rounding), x + i, out + i, length, General<double>(*grid, false, 0), words);
     }
   });
@@ -741,11 +811,7 @@ EXPORT void narrowgauge_largest_magnitudes(const float* x, uint32_t* out, int64_
   parallel(n, threads, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end;) {  // a block may reach over the borders of threads
       const int64_t which = i / size, border = (which + 1) * size, stop = border < end ? border : end;
-      uint32_t most = 0;
-      _Pragma("omp simd reduction(max : most)") for (int64_t j = i; j < stop; j++) {
-        const uint32_t a = bits_of(x[j]) & MAGNITUDE;
-        most = a > most ? a : most;
-      }
+      const uint32_t most = largest_magnitude(x + i, stop - i);
       uint32_t seen = __atomic_load_n(out + which, __ATOMIC_RELAXED);
       while (seen < most && !__atomic_compare_exchange_n(out + which, &seen, most, true, __ATOMIC_RELAXED,
                                                          __ATOMIC_RELAXED)) {
