@@ -1,7 +1,7 @@
 """The command line: ``narrowgauge demo``, ``formats``, ``doctor``.
 
 Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
-Imports that take time (torch.distributed, matplotlib) are made by the command that needs them.
+Imports that take time (torch's launcher, scikit-learn) are made by the command that needs them.
 """
 
 from __future__ import annotations
@@ -152,12 +152,11 @@ def _format_table(formats: list[Format]) -> Table:
             [
                 format.name,
                 f"{format.bits:g}",
-                f"{scalar.largest:.6g}",
-                f"{normal:.4g}",
-                _NONE if subnormal is None else f"{subnormal:.4g}",
-                f"{scalar.epsilon:.4g}",
+                f"{scalar.largest:.5g}",
+                f"{normal:.3g}",
+                _NONE if subnormal is None else f"{subnormal:.3g}",
+                f"{scalar.epsilon:.3g}",
                 _specials(scalar),
-                _dtype(scalar) or _NONE,
             ]
         )
     notes = []
@@ -176,7 +175,6 @@ def _format_table(formats: list[Format]) -> Table:
             "smallest subnormal",
             "epsilon",
             "specials",
-            "torch dtype",
         ],
         rows,
         notes,
@@ -194,10 +192,6 @@ def _specials(format: FloatFormat | IntFormat) -> str:
         if has
     ]
     return " ".join(present) or "none"
-
-
-def _dtype(format: FloatFormat | IntFormat) -> str:
-    return "" if format.torch_dtype is None else str(format.torch_dtype).removeprefix("torch.")
 
 
 def _details(format: Format) -> list[str]:
@@ -222,6 +216,8 @@ def _details(format: Format) -> list[str]:
             f"largest number, to {'infinity' if format.has_infinity else 'the largest number'} "
             "unless told otherwise."
         )
+    if format.torch_dtype is not None:
+        lines.append(f"The same numbers as {format.torch_dtype}.")
     return lines
 
 

@@ -17,10 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no window system is needed
-
 from matplotlib import rc_context
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter
@@ -341,6 +337,7 @@ def _figure(draw: _Draw, caption: str, *, size: tuple[float, float]) -> Figure:
             "font.size": 10,
         }
         with rc_context(colours):
+            # Made without pyplot: it needs no window system and leaves the reader's backend alone.
             figure = MatplotlibFigure(figsize=size, layout="constrained")
             draw(figure, text)
             picture = io.BytesIO()
