@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,30 @@ def test_bytes_sent_are_the_fewest_possible(format: str, bits: int, world_size: 
     wanted = 2 * (world_size - 1) / world_size * numel * bits / 8
     for sent in run_ranks(bytes_sent, world_size, format, numel):
         assert wanted <= sent < wanted * 1.001
+
+
+def loopback_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
+    tensor = torch.randn(numel)
+    narrowgauge.all_reduce(tensor, format)
+    dist.barrier()
+    before = loopback_bytes()
+    for _ in range(rounds):
+        narrowgauge.all_reduce(tensor, format)
+    dist.barrier()
+    return (loopback_bytes() - before) / rounds / dist.get_world_size()
+
+
+@pytest.mark.skipif(not Path("/sys/class/net/lo").exists(), reason="needs Linux's byte counters")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_interface_carries_a_quarter_of_float32(world_size: int) -> None:
+    numel = 6_500_000
+    float32 = 2 * (world_size - 1) / world_size * numel * 4
+    for sent in run_ranks(bytes_on_the_interface, world_size, "e5m2", numel, 3):
+        assert sent == pytest.approx(float32 / 4, rel=0.02)
 
 
 def in_subgroup() -> float:

@@ -56,6 +56,14 @@ def _work(inbox: _Inbox) -> None:
         del task
 
 
+def _dismiss(inbox: _Inbox, thread: threading.Thread) -> None:
+    inbox.put(None)
+    if thread is not threading.current_thread():
+        # At the interpreter's exit a thread that still runs could be ended inside C++ code. One
+        # that waits for a dead rank is left behind.
+        thread.join(timeout=1.0)
+
+
 class Reducer:
     """Runs compressed all-reduces on one process group, in the order in which they are started.
 
@@ -82,8 +90,9 @@ class Reducer:
         self._to_decode: _Inbox = queue.SimpleQueue()
         if self.transport.world_size > 1:
             for inbox in (self._to_encode, self._to_reduce, self._to_decode):
-                threading.Thread(target=_work, args=(inbox,), daemon=True).start()
-                weakref.finalize(self, inbox.put, None)
+                thread = threading.Thread(target=_work, args=(inbox,), daemon=True)
+                thread.start()
+                weakref.finalize(self, _dismiss, inbox, thread)
 
     def start(
         self,
@@ -209,9 +218,7 @@ class Reducer:
         transport, messages = self.transport, reduction.messages
         assert messages is not None
         layout = reduction.plan.layout
-        with reduction.wire():
-            for peer, work in reduction.first_receives[index]:
-                transport.wait(work, peer, "waiting for codes of")
+        self._wait(reduction, reduction.first_receives[index], "waiting for codes of")
         incoming = messages.incoming[index]
         if layout.one_shot:
             with reduction.codec():
@@ -230,21 +237,23 @@ class Reducer:
     def _decode(self, reduction: Reduction, index: int) -> None:
         messages = reduction.messages
         assert messages is not None
-        with reduction.wire():
-            for peer, work in reduction.second_receives[index]:
-                self.transport.wait(work, peer, "waiting for sums of")
+        self._wait(reduction, reduction.second_receives[index], "waiting for sums of")
         with reduction.codec():
             pieces = reduction.plan.layout.chunks[index]
             for piece, message in zip(pieces, messages.reduced[index], strict=True):
                 unpack(piece, message, reduction.flat, reduction.arithmetic)
         self._finish_chunk(reduction, index)
 
+    def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
+        with reduction.wire():
+            for peer, work in works:
+                self.transport.wait(work, peer, phase)
+        works.clear()
+
     def _finish_chunk(self, reduction: Reduction, index: int) -> None:
         if index + 1 < len(reduction.plan.layout.chunks):
             return
-        with reduction.wire():
-            for peer, work in reduction.sends:
-                self.transport.wait(work, peer, "sending to")
+        self._wait(reduction, reduction.sends, "sending to")
         assert reduction.messages is not None
         reduction.plan.free.append(reduction.messages)
         reduction.finish()
