@@ -146,8 +146,8 @@ def main() -> None:
         "links": {},
     }
     table = Table(
-        title=f"All-reduce of {options.numel * 4 / 1e6:.0f} MB float32, medians of {options.rounds}, "
-        "the slowest rank, 1 thread per rank"
+        title=f"All-reduce of {options.numel * 4 / 1e6:.0f} MB float32: median of "
+        f"{options.rounds}, slowest rank, 1 thread per rank"
     )
     for heading in ("link", "ranks", "method"):
         table.add_column(heading)

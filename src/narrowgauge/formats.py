@@ -18,8 +18,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import torch
 
 Specials = Literal["ieee", "fn", "fnuz", "finite"]
-
-_FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
