@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge import decode, encode, format_of, kernels, quantize
+from narrowgauge.codec import packed_size
+from narrowgauge.kernels import reference
+from narrowgauge.kernels.grid import ROUNDINGS, grid_of
+from tests.numbers_by_hand import edges, random_bits, same
+from tests.test_rounding import THEIRS, UNUSUAL
+
+
+@pytest.fixture(params=kernels.available_backends(), autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = kernels.backend()
+    kernels.select(request.param)
+    yield request.param
+    kernels.select(before)
+
+
+FORMATS = [
+    "e5m2",
+    "e4m3",
+    "e2m1fn",
+    "e3m2fn",
+    "e3m0",
+    "e5m6",
+    "bf16",
+    "fp16",
+    "int4",
+    "int8",
+    "fp32",
+]
+
+
+def bytes_for(numel: int, name: str) -> int:
+    return 4 * numel if name == "fp32" else packed_size(numel, name)
+
+
+def value_of(codes: torch.Tensor, name: str, numel: int) -> torch.Tensor:
+    return codes.view(torch.float32) if name == "fp32" else decode(codes, name, numel)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 1001, 70_003])
+@pytest.mark.parametrize("threads", [None, 1, 2])
+def test_encode_and_decode_into(name: str, numel: int, threads: int | None) -> None:
+    exponent = 0 if name == "fp32" else 5
+    x = torch.randn(numel)
+    codes = torch.full((bytes_for(numel, name),), 255, dtype=torch.uint8)
+    kernels.encode_into(x, name, exponent, codes, threads=threads)
+    expected = x.view(torch.uint8) if name == "fp32" else encode(x * 2.0**exponent, name)
+    assert torch.equal(codes, expected)
+    out = torch.empty(numel)
+    kernels.decode_into(codes, name, exponent, out, factor=0.3, threads=threads)
+    by_hand = value_of(codes, name, numel) * 2.0**-exponent * torch.tensor(0.3)
+    assert same(out, by_hand)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("senders", [1, 2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 1003, 66_001])
+def test_reduce_into_and_reduce_encode_into(name: str, senders: int, numel: int) -> None:
+    generator = torch.Generator().manual_seed(senders)
+    size = bytes_for(numel, name)
+    codes = [
+        torch.randint(0, 256, (size,), generator=generator).to(torch.uint8) for _ in range(senders)
+    ]  # NaN and infinity among them
+    format = format_of(name)
+    if not isinstance(format, ng.IntFormat) and format.has_infinity and not format.has_nan:
+        for each in codes:
+            each.bitwise_and_(0xEE)  # no infinities, whose difference would be a NaN
+    exponents = [0] * senders if name == "fp32" else [3, -2, 0, 7][:senders]
+    factor = 1 / senders
+    total: torch.Tensor | None = None
+    for each, exponent in zip(codes, exponents, strict=True):
+        value = value_of(each, name, numel) * 2.0**-exponent
+        total = value if total is None else total + value
+    assert total is not None
+    expected = total * torch.tensor(factor)
+    out = torch.empty(numel)
+    kernels.reduce_into(codes, name, exponents, out, factor=factor, threads=2)
+    assert same(out, expected)
+    again = torch.empty(size, dtype=torch.uint8)
+    exponent_out = 0 if name == "fp32" else 1
+    kernels.reduce_encode_into(
+        codes, name, exponents, exponent_out, again, numel=numel, factor=factor, threads=2
+    )
+    if name == "fp32":
+        assert same(again.view(torch.float32), expected)
+    else:
+        assert torch.equal(again, encode(expected * 2.0**exponent_out, name))
+    if size * 8 % int(format.bits) == 0:
+        without_count = torch.empty_like(again)
+        kernels.reduce_encode_into(
+            codes, name, exponents, exponent_out, without_count, factor=factor
+        )
+        assert torch.equal(without_count[:-1], again[:-1])
+
+
+def test_largest_magnitudes() -> None:
+    x = torch.randn(100_001)
+    x[777], x[50_000] = -math.inf, math.nan
+    for block_size in (None, 1, 7, 1000, 60_000, 200_000):
+        size = block_size or len(x)
+        expected = [(block.view(torch.int32) & 0x7FFFFFFF).max() for block in x.split(size)]
+        for threads in (1, 2):
+            result = kernels.largest_magnitudes(x, block_size, threads=threads)
+            assert result.dtype == torch.int32
+            assert torch.equal(result, torch.stack(expected))
+    assert kernels.largest_magnitudes(torch.empty(0)).tolist() == [0]
+    assert kernels.largest_magnitudes(torch.empty(0), 4).tolist() == []
+
+
+def test_errors_of_the_raw_functions() -> None:
+    x, codes = torch.ones(4), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="format is tf32; allowed: scalar formats of at most 16"):
+        kernels.encode_into(x, "tf32", 0, codes)
+    with pytest.raises(ValueError, match="exponent is 127; allowed: -126 to 126"):
+        kernels.encode_into(x, "e5m2", 127, codes)
+    with pytest.raises(ValueError, match="exponent is 1; fp32 travels unscaled"):
+        kernels.decode_into(codes, "fp32", -1, x[:1])
+    with pytest.raises(ValueError, match="out has 4 elements; it must have 2"):
+        kernels.encode_into(x, "e2m1fn", 0, codes)
+    with pytest.raises(ValueError, match=r"it must be contiguous torch.float32 on the CPU"):
+        kernels.encode_into(torch.ones(8)[::2], "e5m2", 0, codes)
+    with pytest.raises(ValueError, match="contains NaN, which e2m1fn cannot hold"):
+        kernels.encode_into(torch.tensor([math.nan, 1.0]), "e2m1fn", 0, codes[:1])
+    with pytest.raises(ValueError, match="there are 1 codes and 2 exponents"):
+        kernels.reduce_into([codes], "e5m2", [0, 0], x)
+
+
+# -- every level gives the same bits ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*UNUSUAL, *THEIRS, "tf32", "fp32"])
+def test_bits_equal_those_of_reference(backend: str, name: str) -> None:
+    x = torch.cat([edges()[::5], random_bits(3000), torch.randn(2003)])
+    key = torch.tensor([-0x123456789ABCDEF])
+    for each in (x, x.double()):
+        for rounding in ROUNDINGS:
+            expected = reference.quantize(each, grid_of(format_of(name).name), rounding, key)
+            args = (each, format_of(name).name, rounding, None, key)
+            result = torch.ops.narrowgauge.quantize(*args)
+            kind = torch.int32 if each.dtype == torch.float32 else torch.int64
+            assert torch.equal(result.view(kind), expected.view(kind)), rounding
+
+
+# -- installations ---------------------------------------------------------------------------------
+
+
+def run(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def package() -> Path:
+    return Path(ng.__file__).parent
+
+
+def test_without_the_native_library(backend: str, package: Path, tmp_path: Path) -> None:
+    if backend != "reference":
+        pytest.skip("needs to be tried once")
+    bare = tmp_path / "narrowgauge"
+    shutil.copytree(package, bare, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    code = """
+import sys, warnings
+from importlib.machinery import PathFinder
+sys.meta_path.insert(0, PathFinder)  # before the hook of an editable installation
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import narrowgauge, torch
+    from narrowgauge import kernels
+    result = narrowgauge.quantize(torch.tensor([3.3, 1e9]), "e5m2")
+    narrowgauge.decode(narrowgauge.encode(result, "e2m1fn"), "e2m1fn")
+ours = [str(w.message) for w in caught if "narrowgauge" in str(w.message)]
+print(narrowgauge.__file__, kernels.backend(), kernels.available_backends(), result.tolist())
+print(len(ours), *ours)
+"""
+    result = run(code, tmp_path, NARROWGAUGE_KERNELS="")
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first == f"{bare / '__init__.py'} reference ['reference'] [3.5, inf]"
+    assert second == (
+        "1 narrowgauge was installed without its native kernels, so the slow reference kernels in "
+        "plain torch are in use. To get the fast ones, install it again where a C++17 compiler is "
+        "found: pip install --force-reinstall --no-cache-dir narrowgauge"
+    )
+
+
+def test_the_variable_chooses(backend: str, package: Path) -> None:
+    code = "from narrowgauge import kernels; print(kernels.backend())"
+    result = run(code, package.parent, NARROWGAUGE_KERNELS=backend)
+    assert result.stdout.strip() == backend, result.stderr
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"kernels 'avx' are not available here; available: .*ref"):
+        kernels.select("avx")
+
+
+def test_result_does_not_depend_on_flushing_subnormals() -> None:
+    x = torch.cat([edges(), random_bits(5000)])
+    expected = [quantize(x, name) for name in ("e5m2", "e4m3fn", "fp16", "e3m0")]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        flushed = [quantize(x, name) for name in ("e5m2", "e4m3fn", "fp16", "e3m0")]
+    finally:
+        torch.set_flush_denormal(False)
+    for a, b in zip(expected, flushed, strict=True):
+        assert same(a, b)
