@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,11 @@ class Layout(NamedTuple):
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def layout_of(format: FormatLike) -> Layout:
     """The layout of a format; a constant to torch.compile, which need not trace the parsing."""
+    return _layout_of(format if isinstance(format, str) else format_of(format))
+
+
+@cache
+def _layout_of(format: FormatLike) -> Layout:
     parsed = format_of(format)
     if isinstance(parsed, BlockFormat):
         element, scale = parsed.element, parsed.scale

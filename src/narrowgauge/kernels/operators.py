@@ -45,19 +45,30 @@ def _dense(x: Tensor) -> bool:
     return True
 
 
+def _reach(x: Tensor) -> int:
+    """Bytes from the first element to the end of the last one; 0 if there is none."""
+    if not x.numel():
+        return 0
+    steps = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return (steps + 1) * x.element_size()
+
+
 def _refuse_overlap(x: Tensor, out: Tensor, *, identity: bool) -> None:
     """Raise if ``out`` shares memory with ``x`` (with ``identity``: unless it is the same view)."""
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError("out is an expanded tensor whose elements share memory; clone it first")
-    if not x.numel() or not out.numel() or x.device != out.device:
-        return
-    if identity and (x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()):
-        return
-    spans = []
-    for each in (x, out):
-        reach = sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)) + 1
-        spans.append((each.data_ptr(), each.data_ptr() + reach * each.element_size()))
-    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+    start, other = x.data_ptr(), out.data_ptr()
+    if x.is_contiguous() and out.is_contiguous():
+        if identity and start == other:
+            return
+        end, other_end = start + x.nbytes, other + out.nbytes
+    else:
+        if any(stride == 0 and n > 1 for stride, n in zip(out.stride(), out.shape, strict=True)):
+            raise ValueError(
+                "out is an expanded tensor whose elements share memory; clone it first"
+            )
+        if identity and start == other and x.stride() == out.stride():
+            return
+        end, other_end = start + _reach(x), other + _reach(out)
+    if start < other_end and other < end and x.device == out.device:
         raise ValueError(
             "out shares memory with the input without being the same tensor; give it memory of "
             f"its own{', or the input itself' if identity else ''}"

@@ -23,7 +23,8 @@ _WORD = 2**32 - 1
 def random_words(numel: int, key: Tensor) -> Tensor:
     """One 32-bit random word per element, from Philox4x32-7 and nothing else.
 
-    Seven rounds are the fewest that pass BigCrush (Salmon et al., 2011). Element ``i`` takes word ``i % 4`` of the block whose counter is ``(i // 4, 0)``, 64 bits each.
+    Seven rounds are the fewest that pass BigCrush (Salmon et al., 2011). Element ``i`` takes word
+    ``i % 4`` of the block whose counter is ``(i // 4, 0)``, 64 bits each.
 
     Args:
         numel: how many.
