@@ -27,7 +27,8 @@ check: $(STAMP)
 	$(VENV)/bin/python -m pytest --quiet tests/test_floors.py tests/test_public_names.py
 
 bench: $(STAMP)
-	$(VENV)/bin/python benchmarks/kernels.py
+	$(PIP) --editable '.[dev,bench]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/kernels.py
 	$(VENV)/bin/python benchmarks/allreduce.py
 
 clean:

@@ -73,7 +73,9 @@ def measure(numel: int, rounds: int) -> None:
         for name, run in runs.items():
             tensor.copy_(source)
             dist.barrier()
-            bytes_before, begin = sent_bytes(), time.perf_counter()
+            bytes_before = sent_bytes()
+            dist.barrier()  # nobody sends before everybody has read the counter
+            begin = time.perf_counter()
             run()
             elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             # Behind the data in the link's queue: when it is through, so are the bytes to count.

@@ -169,6 +169,20 @@ def test_non_finite_on_one_rank_is_non_finite_on_all_and_nowhere_else(world_size
             assert torch.equal(zero, torch.zeros(7))
 
 
+def overflowing() -> list[torch.Tensor]:
+    sign = (-1.0) ** dist.get_rank()
+    tensors = [torch.full((9,), sign * 1e6), torch.ones(9)]
+    narrowgauge.all_reduce(tensors, "e3m0", scale=None)
+    return tensors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_opposite_overflows_without_scale_end_non_finite_everywhere(world_size: int) -> None:
+    for bad, good in run_ranks(overflowing, world_size):
+        assert not bad.isfinite().any()
+        assert torch.equal(good, torch.ones(9))
+
+
 def zeros_on_one_rank() -> list[torch.Tensor]:
     rank = dist.get_rank()
     tensors = [torch.full((100,), 1e-6 if rank == 0 else 0.0), torch.zeros(33)]
@@ -261,6 +275,7 @@ def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
     narrowgauge.all_reduce(tensor, format)
     dist.barrier()
     before = loopback_bytes()
+    dist.barrier()  # nobody sends before everybody has read the counter
     for _ in range(rounds):
         narrowgauge.all_reduce(tensor, format)
     dist.barrier()

@@ -131,16 +131,21 @@ def reduce_and_encode(
             continue
         shift, factor, _ = arithmetic.factors(segment.format)
         present = [sender for sender in senders if sender[0] != ALL_ZERO]
-        exponents.append(min(exponent for exponent, _ in present))
-        kernels.reduce_encode_into(
-            [codes for _, codes in present],
-            segment.format,
-            [exponent + shift for exponent, _ in present],
-            exponents[-1],
-            result[segment.offset : segment.offset + segment.size],
-            factor=factor,
-            threads=_THREADS,
-        )
+        exponent = min(exponent for exponent, _ in present)
+        try:
+            kernels.reduce_encode_into(
+                [codes for _, codes in present],
+                segment.format,
+                [exponent + shift for exponent, _ in present],
+                exponent,
+                result[segment.offset : segment.offset + segment.size],
+                numel=segment.end - segment.begin,
+                factor=factor,
+                threads=_THREADS,
+            )
+        except kernels.UnrepresentableNaN:  # unscaled numbers overflowed: inf - inf
+            exponent = NON_FINITE
+        exponents.append(exponent)
     _write_header(result, exponents)
 
 

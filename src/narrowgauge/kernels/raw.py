@@ -21,6 +21,10 @@ MAX_EXPONENT = 126
 _PARALLEL = 64 * 1024  # elements; below it waking a second thread costs more than it brings
 
 
+class UnrepresentableNaN(ValueError):
+    """A NaN met a format that has none."""
+
+
 def threads_for(numel: int) -> int:
     """The number of threads to use: torch's, and 1 for fewer than 64 Ki elements."""
     return torch.get_num_threads() if numel >= _PARALLEL else 1
@@ -58,9 +62,9 @@ def packed_bytes(numel: int, bits: int) -> int:
     return (numel * bits + 7) // 8
 
 
-def spoilt_error(grid: Grid) -> ValueError:
+def spoilt_error(grid: Grid) -> UnrepresentableNaN:
     """The error for a NaN that a format cannot hold."""
-    return ValueError(
+    return UnrepresentableNaN(
         f"the tensor contains NaN, which {grid.name} cannot hold; use a format with NaN (such as "
         "e5m2 or e4m3fn), or replace it first (torch.nan_to_num)"
     )
