@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 PIP = $(VENV)/bin/python -m pip install --quiet
-NATIVE = $(wildcard CMakeLists.txt src/narrowgauge/kernels/*.cpp src/narrowgauge/kernels/*.h)
+NATIVE = $(wildcard CMakeLists.txt src/narrowgauge/kernels/*.cpp src/narrowgauge/kernels/*.hpp)
 
 # One stamp per requested torch, so that another TORCH is installed and narrowgauge after it.
 STAMP_TORCH = $(VENV)/.installed-torch-$(firstword $(shell printf %s '$(TORCH)' | cksum))
