@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -221,6 +222,53 @@ def test_training_goes_down_as_with_plain_ddp() -> None:
     ours = run_ranks(train, 2, "e4m3")
     assert ours[0][-1] < ours[0][0] / 1.2
     assert ours[0][-1] == pytest.approx(plain[0][-1], rel=0.02)
+
+
+def uneven_inputs() -> list[torch.Tensor]:
+    network = Network()
+    model = DistributedDataParallel(network, bucket_cap_mb=0.01)
+    narrowgauge.gradients.compress(model, "e4m3")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with model.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            model(data(dist.get_rank(), step)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in network.parameters()]
+
+
+def test_join_lets_ranks_run_out_of_inputs() -> None:
+    first, second = run_ranks(uneven_inputs, 2)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def reentrant_checkpoint() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    class Checkpointed(Network):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=True)
+            result: torch.Tensor = self.fc(hidden)
+            return result
+
+    results = []
+    for format in ("e4m3", None):
+        network = Checkpointed()
+        model = DistributedDataParallel(network, bucket_cap_mb=0.01, static_graph=True)
+        if format:
+            narrowgauge.gradients.compress(model, format)
+        for step in range(3):
+            model.zero_grad()
+            x = data(dist.get_rank(), step).requires_grad_()
+            model(x).square().sum().backward()
+        results.append([p.grad for p in network.parameters() if p.grad is not None])
+    return results[0], results[1]
+
+
+def test_gradients_survive_reentrant_checkpoints() -> None:
+    for ours, plain in run_ranks(reentrant_checkpoint, 2):
+        assert len(ours) == len(plain)
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert (mine - theirs).norm() <= 0.06 * theirs.norm()
 
 
 # -- what goes wrong ---------------------------------------------------------------------------

@@ -84,6 +84,8 @@ class GradientCompression:
             on_success=None if flat is buffer else lambda: buffer.copy_(flat),
         )
         self._under_way.append((reduction, exact))
+        if backward == -1:  # DDP reduces outside of a backward pass, so nobody would wait
+            self._finish_step()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         reduction.add_done_callback(lambda: future.set_result(buffer))
         return future
