@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -274,9 +275,14 @@ def test_gradients_survive_reentrant_checkpoints() -> None:
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
-def die_in_backward() -> None:
+def die_in_backward(measure_error_every: int) -> None:
     model = DistributedDataParallel(Network(), bucket_cap_mb=0.01)
-    narrowgauge.gradients.compress(model, "e5m2", timeout=timedelta(seconds=20))
+    narrowgauge.gradients.compress(
+        model,
+        "e5m2",
+        timeout=timedelta(seconds=20),
+        measure_error_every=measure_error_every,
+    )
     for step in range(5):
         output = model(data(dist.get_rank(), step)).square().sum()
         if step == 3 and dist.get_rank() == 1:
@@ -285,8 +291,11 @@ def die_in_backward() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_killed_mid_step_fails_the_others_readably(world_size: int) -> None:
-    results = run_ranks(die_in_backward, world_size, catch=True)
+@pytest.mark.parametrize("measure_error_every", [0, 1])
+def test_a_rank_killed_mid_step_fails_the_others_readably(
+    world_size: int, measure_error_every: int
+) -> None:
+    results = run_ranks(die_in_backward, world_size, measure_error_every, catch=True)
     for rank, result in enumerate(results):
         if rank == 1:
             assert result is None
@@ -295,6 +304,26 @@ def test_a_rank_killed_mid_step_fails_the_others_readably(world_size: int) -> No
         assert result.type_name == "CollectiveError"
         assert "Look at the output of rank" in result.message
         assert result.seconds < 20
+
+
+def fall_silent() -> None:
+    model = DistributedDataParallel(Network(), bucket_cap_mb=0.01)
+    narrowgauge.gradients.compress(
+        model, "e5m2", timeout=timedelta(seconds=2), measure_error_every=1
+    )
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(6)
+            return
+        model(data(dist.get_rank(), step)).square().sum().backward()
+
+
+def test_the_timeout_holds_while_the_error_is_measured() -> None:
+    waiting, _ = run_ranks(fall_silent, 2, catch=True)
+    assert isinstance(waiting, Raised)
+    assert waiting.type_name == "CollectiveError"
+    assert "measuring the round-off error with rank 1: no answer within 2 s" in waiting.message
+    assert waiting.seconds < 5
 
 
 def disagree() -> None:

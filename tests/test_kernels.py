@@ -197,7 +197,7 @@ print(len(ours), *ours)
     assert second == (
         "1 narrowgauge was installed without its native kernels, so the slow reference kernels in "
         "plain torch are in use. To get the fast ones, install it again where a C++17 compiler is "
-        "found: pip install --force-reinstall --no-cache-dir narrowgauge"
+        "found, in its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
     )
 
 

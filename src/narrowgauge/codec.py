@@ -4,7 +4,8 @@ The codes are a little-endian stream of bits: element ``i`` of a format of ``b``
 ``[i*b, (i+1)*b)``, so 4-bit codes lie two in a byte, the first in the low half, and trailing bits
 of the last byte are zero. A power of two may be multiplied in on the way, per tensor or per block;
 it changes exponents only and so costs no accuracy. Block formats carry such scales themselves, in
-front of the elements, each part padded to whole bytes.
+front of the elements, each part padded to whole bytes. Every NaN becomes the format's one quiet
+NaN without sign: which NaN a sum gives differs between processors, and codes must not.
 """
 
 from __future__ import annotations

@@ -40,10 +40,8 @@ def _findings() -> Iterator[Finding]:
     yield Finding(
         "kernels",
         f"{backend} (available: {available})",
-        "The reference kernels are in use: exact, but slow. Install with a C++17 compiler and "
-        "without NARROWGAUGE_NATIVE=0 to get the native ones: pip install --force-reinstall "
-        "--no-deps narrowgauge"
-        if backend == "reference"
+        kernels.MISSING
+        if backend == "reference" and len(kernels.available_backends()) == 1
         else "",
     )
     yield Finding("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processor cores")

@@ -225,15 +225,15 @@ class FloatFormat:
     @property
     def name(self) -> str:
         """The name that :func:`format_of` turns back into this format."""
-        known = _known_names().get(self)
-        if known is not None:
+        if (known := _known_names().get(self)) is not None:
             return known
-        return (
-            f"{'' if self.signed else 'u'}e{self.exponent_bits}m{self.mantissa_bits}"
-            f"{'' if self.bias == self._usual_bias else f'b{self.bias}'}"
-            f"{'' if self.specials == 'ieee' or not self.signed else self.specials}"
-            f"{'' if self.subnormals or not self.signed else 'ftz'}"
-        )
+        start = f"{'' if self.signed else 'u'}e{self.exponent_bits}m{self.mantissa_bits}"
+        start += "" if self.bias == self._usual_bias else f"b{self.bias}"
+        end = "" if self.subnormals or not self.signed else "ftz"
+        middle: str = "" if self.specials == "ieee" or not self.signed else self.specials
+        if start + middle + end in known_formats():  # e8m0 and e2m1fn are other formats
+            middle = {"ieee": "ieee", "fn": "nan"}[self.specials]
+        return start + middle + end
 
     def __str__(self) -> str:
         return self.name
@@ -343,8 +343,7 @@ class BlockFormat:
     @property
     def name(self) -> str:
         """The name that :func:`format_of` turns back into this format."""
-        known = _known_names().get(self)
-        if known is not None:
+        if (known := _known_names().get(self)) is not None:
             return known
         suffix = "" if self.scale.name == "e8m0" else f":{self.scale.name}"
         return f"{self.element.name}@{self.block_size}{suffix}"
@@ -392,7 +391,7 @@ def known_formats() -> dict[str, Format]:
 
 
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "mxfp4": "mxfp4_e2m1"}
-_SPELT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|finite|fn)?(ftz)?")
+_SPELT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|finite|fn|ieee|nan)?(ftz)?")
 
 
 @cache
@@ -433,7 +432,7 @@ def _unknown(name: str) -> ValueError:
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return ValueError(
-        f"format {name!r} is unknown; {hint}Known: {', '.join(names)}; or any eXmY with X ≤ 8, "
+        f"format {name!r} is unknown; {hint}known: {', '.join(names)}; or any eXmY with X ≤ 8, "
         "Y ≤ 23 (suffix fn, fnuz, finite), intN with N ≤ 16, or element@block such as int4@64."
     )
 
@@ -466,7 +465,7 @@ def _parse(name: str) -> Format:
         int(exponent),
         int(mantissa),
         None if bias is None else int(bias),
-        "fn" if unsigned else (specials or "ieee"),  # type: ignore[arg-type]
+        "fn" if unsigned or specials == "nan" else (specials or "ieee"),  # type: ignore[arg-type]
         subnormals=not (flush or unsigned),
         signed=not unsigned,
     )

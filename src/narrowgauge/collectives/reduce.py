@@ -246,8 +246,7 @@ class Reducer:
 
     def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
         with reduction.wire():
-            for peer, work in works:
-                self.transport.wait(work, peer, phase)
+            self.transport.wait(works, phase)
         works.clear()
 
     def _finish_chunk(self, reduction: Reduction, index: int) -> None:

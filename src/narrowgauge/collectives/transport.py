@@ -9,6 +9,9 @@ so that tags and timeouts belong to us alone; ``new_group`` does not inherit a t
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -68,39 +71,59 @@ class Transport:
 
     def send(self, message: torch.Tensor, to: int, tag: int) -> dist.Work:
         """Start sending ``message`` (contiguous); it must not change until the work is done."""
-        work = dist.isend(message, self._global_ranks[to], group=self._messages, tag=tag)
+        with self._explained("sending to", [to]):
+            work = dist.isend(message, self._global_ranks[to], group=self._messages, tag=tag)
         assert work is not None
         return work
 
     def receive(self, message: torch.Tensor, source: int, tag: int) -> dist.Work:
         """Start receiving into ``message`` (contiguous)."""
-        work = dist.irecv(message, self._global_ranks[source], group=self._messages, tag=tag)
+        with self._explained("receiving from", [source]):
+            work = dist.irecv(message, self._global_ranks[source], group=self._messages, tag=tag)
         assert work is not None
         return work
 
-    def wait(self, work: dist.Work, peer: int, phase: str) -> None:
-        """Wait for a message.
+    def wait(self, works: list[tuple[int, dist.Work]], phase: str) -> None:
+        """Wait for messages, given as (peer, work).
 
         Raises:
-            CollectiveError: naming the peer and the phase.
+            CollectiveError: naming the phase and all peers whose messages are missing.
         """
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} {phase} rank {peer}: no answer within "
-                f"{self.timeout.total_seconds():g} s, or the connection is gone. Look at the "
-                f"output of rank {peer} first: it may have failed. ({str(error).splitlines()[0]})"
-            ) from error
+        missing: list[int] = []
+        with self._explained(phase, missing):
+            for number, (peer, work) in enumerate(works):
+                try:
+                    work.wait()
+                except RuntimeError:
+                    missing.append(peer)
+                    missing += [later for later, other in works[number + 1 :] if not _done(other)]
+                    raise
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replace ``values`` (int8) by their maximum over all ranks."""
-        try:
+        """Replace ``values`` (int8) by their maximum over all ranks; for the pipeline's thread."""
+        with self._explained("agreeing on scale exponents with", self.peers):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages)
+
+    def all_reduce_sum(self, values: torch.Tensor) -> None:
+        """Replace ``values`` (float32) by their sum over all ranks; for the calling thread."""
+        with self._explained("measuring the round-off error with", self.peers):
+            dist.all_reduce(values, group=self._agreements)
+
+    @contextmanager
+    def _explained(self, doing: str, peers: list[int]) -> Iterator[None]:
+        """Turn an error of torch inside into one that says who was waited for and why it failed."""
+        begin = time.monotonic()
+        try:
+            yield
         except RuntimeError as error:
+            seconds = self.timeout.total_seconds()
+            in_time = time.monotonic() - begin < 0.9 * seconds
+            reason = "the connection is gone" if in_time else f"no answer within {seconds:g} s"
+            names = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+            detail = str(error).splitlines()[0]
             raise CollectiveError(
-                f"rank {self.rank} agreeing on scale exponents: a rank failed or did not answer "
-                f"within {self.timeout.total_seconds():g} s. ({str(error).splitlines()[0]})"
+                f"rank {self.rank} {doing} {names}: {reason}. Look at the output of {names} first: "
+                f"a rank failed there, or stopped because another did. ({detail})"
             ) from error
 
     def agree(self, subject: str, description: str) -> None:
@@ -112,13 +135,8 @@ class Transport:
         digest = hashlib.sha256(description.encode()).digest()[:8]
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_digests = [torch.empty_like(mine) for _ in range(self.world_size)]
-        try:
+        with self._explained(f"comparing {subject} with", self.peers):
             dist.all_gather(all_digests, mine, group=self._agreements)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} comparing {subject} with the other ranks: one failed or did not "
-                f"answer within {self.timeout.total_seconds():g} s. ({str(error).splitlines()[0]})"
-            ) from error
         different = [
             rank for rank, theirs in enumerate(all_digests) if not theirs.equal(all_digests[0])
         ]
@@ -127,3 +145,11 @@ class Transport:
                 f"{subject} of ranks {different} differ from those of rank 0; all ranks must use "
                 f"the same. Rank {self.rank} has {description[:500]}"
             )
+
+
+def _done(work: dist.Work) -> bool:
+    try:
+        work.wait(timedelta(milliseconds=100))
+    except RuntimeError:
+        return False
+    return True

@@ -48,7 +48,6 @@ class GradientCompression:
         }
         self._scale = scale
         self._measure_error_every = measure_error_every
-        self._group = model.process_group
         self._reducer = Reducer(model.process_group, timeout, message_bytes)
         self._reducer.transport.agree(
             "formats, scale and settings of gradient compression",
@@ -98,7 +97,7 @@ class GradientCompression:
     def _exact_mean(self, buffer: torch.Tensor) -> torch.Tensor:
         """The bucket's float32 mean over the ranks, by a plain all-reduce of its own."""
         exact = buffer.to(torch.float32, copy=True).div_(self._reducer.transport.world_size)
-        dist.all_reduce(exact, group=self._group)
+        self._reducer.transport.all_reduce_sum(exact)
         return exact
 
     def _finish_step(self) -> None:

@@ -6,6 +6,7 @@
 from narrowgauge.kernels.backends import available_backends as available_backends
 from narrowgauge.kernels.backends import backend as backend
 from narrowgauge.kernels.backends import select as select
+from narrowgauge.kernels.native import MISSING as MISSING
 from narrowgauge.kernels.raw import UnrepresentableNaN as UnrepresentableNaN
 from narrowgauge.kernels.raw import decode_into as decode_into
 from narrowgauge.kernels.raw import encode_into as encode_into

@@ -19,8 +19,8 @@ from narrowgauge.kernels.grid import ROUNDINGS, Grid
 
 MISSING = (
     "narrowgauge was installed without its native kernels, so the slow reference kernels in plain "
-    "torch are in use. To get the fast ones, install it again where a C++17 compiler is found: "
-    "pip install --force-reinstall --no-cache-dir narrowgauge"
+    "torch are in use. To get the fast ones, install it again where a C++17 compiler is found, in "
+    "its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 )
 _INTERFACE = 1
 _Number = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_float
