@@ -201,7 +201,10 @@ def _details(format: Format) -> list[str]:
             f"{format.scale.name} scale."
         ]
     if isinstance(format, IntFormat):
-        return [f"Symmetric integers from -{format.largest:g} to {format.largest:g}."]
+        return [
+            f"Symmetric integers from -{format.largest:g} to {format.largest:g}; the code of "
+            f"-{format.largest + 1:g} is never produced."
+        ]
     lines = [
         f"{'1 sign bit, ' if format.signed else 'No sign, '}{format.exponent_bits} exponent bits "
         f"(bias {format.bias}), {format.mantissa_bits} mantissa bits; specials: {format.specials}.",

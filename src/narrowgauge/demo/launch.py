@@ -158,6 +158,8 @@ def _launch(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not console.is_terminal:
+        console.print(f"{len(missing)} runs of {settings.steps} steps on {settings.ranks} ranks:")
     with _signal_handlers_kept(), _watch(settings, wanted, missing, progress, console):
         try:
             elastic_launch(config, train_ranks)(settings, missing, output / _RESULTS, progress)

@@ -44,7 +44,7 @@ def comparison(
         rows.append(
             [
                 variant.label,
-                f"{mean:.1f} ± {deviation:.1f} %",
+                f"{mean:.1f} ± {deviation:.1f} %" if len(its_runs) > 1 else f"{mean:.1f} %",
                 bytes_text(its_runs[0]["bytes_sent_per_step"]) + computed,
                 _NONE if step is None else f"{step * 1e3:.1f} ms",
                 _NONE if step is None or not codec else f"{codec / step:.1%}",
