@@ -1,8 +1,8 @@
 """Rounding and codec against ``copy_``, torch's casts, qtorch and ml_dtypes, in one run.
 
-Machines are noisy, so all methods take turns and the medians' ratios count. Outputs exist already
-unless "fresh" or ``.float()`` is said: a fresh 64 MB tensor costs several times the rounding itself in
-page faults.
+Machines are noisy, so all methods take turns and the ratios of medians count. Outputs exist
+already unless "fresh" or ``.float()`` is said: a fresh 64 MB tensor costs several times the
+rounding itself in page faults.
 """
 
 from __future__ import annotations
