@@ -9,5 +9,7 @@ from narrowgauge.formats import FloatFormat as FloatFormat
 from narrowgauge.formats import IntFormat as IntFormat
 from narrowgauge.formats import format_of as format_of
 from narrowgauge.ledger import Ledger as Ledger
+from narrowgauge.matmul import MatmulBackward as MatmulBackward
+from narrowgauge.matmul import matmul as matmul
 from narrowgauge.rounding import quantize as quantize
 from narrowgauge.rounding import quantize_ as quantize_

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import native, reference
-from narrowgauge.kernels.grid import Grid
+from narrowgauge.kernels.grid import Grid, Sums
 
 VARIABLE = "NARROWGAUGE_KERNELS"
 
@@ -81,6 +81,11 @@ class Backend(Protocol):
 
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
         """Bits of the largest |x| per block (0: one block) into ``out`` (int32)."""
+
+    def matmul(
+        self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
+    ) -> None:
+        """Batched ``a @ b`` (float32, three dimensions, any strides) into contiguous ``out``."""
 
 
 class Reference:
@@ -159,6 +164,12 @@ class Reference:
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
         """See :meth:`Backend.largest_magnitudes`."""
         out.copy_(reference.largest_magnitudes(x, block_size))
+
+    def matmul(
+        self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
+    ) -> None:
+        """See :meth:`Backend.matmul`."""
+        out.copy_(reference.matmul(a, b, sums, key))
 
 
 @cache

@@ -66,6 +66,25 @@ class Grid:
         return self.largest if self.signed else self.largest - 1
 
 
+@dataclass(frozen=True)
+class Sums:
+    """How products are made and added up; :func:`narrowgauge.matmul` explains.
+
+    Attributes:
+        multiply: what each product is rounded to; ``None``: nothing, they are exact.
+        accumulate: what sums are rounded to.
+        compensated: Kahan's summation.
+        chunk: products added exactly before each rounding, at least 1.
+        rounding: one of :data:`ROUNDINGS`, for all of them.
+    """
+
+    multiply: Grid | None
+    accumulate: Grid
+    compensated: bool
+    chunk: int
+    rounding: str
+
+
 def check_rounding(rounding: str) -> None:
     """Raise ``ValueError`` unless ``rounding`` is one of :data:`ROUNDINGS`."""
     if rounding not in ROUNDINGS:

@@ -8,6 +8,7 @@
 // If the caller's thread flushes subnormals (torch.set_flush_denormal), float32 subnormals, input
 // or output, may count as zero here; every other result is independent of the MXCSR register.
 
+#include "matmul.hpp"
 #include "numbers.hpp"
 #include "packing.hpp"
 #include "random.hpp"
@@ -240,7 +241,7 @@ struct Decoder {
 // --------------------------------------------------------------------------
 
 EXPORT int narrowgauge_interface() {
-  return 1;
+  return 2;
 }  // native.py refuses a library of another interface
 
 EXPORT int narrowgauge_level() {  // the highest x86-64 level that this processor runs
@@ -368,4 +369,10 @@ EXPORT void narrowgauge_largest_magnitudes(const float* x, uint32_t* out, int64_
       i = stop;
     }
   });
+}
+
+// `multiply` null: products are exact.
+EXPORT void narrowgauge_matmul(const Product* product, const Grid* multiply, const Grid* accumulate,
+                               const float* a, const float* b, float* out, int threads) {
+  matmul(*product, multiply, *accumulate, a, b, out, threads);
 }

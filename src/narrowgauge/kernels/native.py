@@ -15,14 +15,14 @@ import torch  # before the library, which then shares torch's OpenMP threads
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of
-from narrowgauge.kernels.grid import ROUNDINGS, Grid
+from narrowgauge.kernels.grid import ROUNDINGS, Grid, Sums
 
 MISSING = (
     "narrowgauge was installed without its native kernels, so the slow reference kernels in plain "
     "torch are in use. To get the fast ones, install it again where a C++17 compiler is found, in "
     "its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 )
-_INTERFACE = 1
+_INTERFACE = 2
 _Number = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_float
 _LEVELS = {"x86-64-v4": 4, "x86-64-v3": 3, "x86-64": 1, "generic": 0}  # fastest first
 
@@ -38,6 +38,16 @@ class _Grid(ctypes.Structure):
         *_fields(ctypes.c_uint32, "infinity_code", "nan_code"),
         *_fields(ctypes.c_float, "largest_value", "overflow_value", "infinite_value"),
         ("table", ctypes.c_void_p),
+    )
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "rows", "depth", "columns")),
+        *((name, ctypes.c_int64 * 3) for name in ("a_strides", "b_strides")),
+        ("chunk", ctypes.c_int64),
+        *_fields(ctypes.c_int32, "compensated", "rounding"),
+        ("key", ctypes.c_uint64),
     )
 
 
@@ -60,6 +70,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "reduce": (None, [*_SUM, _FLOAT, _INT]),
     "reduce_encode": (_INT, [*_SUM, _FLOAT, _FLOAT, _INT]),
     "largest_magnitudes": (None, [_POINTER, _POINTER, _COUNT, _COUNT, _INT]),
+    "matmul": (
+        None,
+        [ctypes.POINTER(_Product), _GRID, _GRID, _POINTER, _POINTER, _POINTER, _INT],
+    ),
 }
 
 
@@ -242,6 +256,33 @@ class Native:
         """Bits of the largest |x| per block (0: one block) into ``out``."""
         self._library.largest_magnitudes(
             x.data_ptr(), out.data_ptr(), x.numel(), block_size, threads
+        )
+
+    def matmul(
+        self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
+    ) -> None:
+        """Batched ``a @ b`` into contiguous ``out``; the operands may have any strides."""
+        batch, rows, depth = a.shape
+        product = _Product(
+            batch,
+            rows,
+            depth,
+            b.shape[2],
+            a.stride(),
+            b.stride(),
+            max(1, min(sums.chunk, depth)),
+            sums.compensated,
+            ROUNDINGS.index(sums.rounding),
+            _word(key),
+        )
+        self._library.matmul(
+            product,
+            None if sums.multiply is None else _described(sums.multiply)[0],
+            _described(sums.accumulate)[0],
+            a.data_ptr(),
+            b.data_ptr(),
+            out.data_ptr(),
+            threads,
         )
 
     @staticmethod

@@ -10,15 +10,20 @@ about three times as much.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.kernels import raw, reference
 from narrowgauge.kernels.backends import current
-from narrowgauge.kernels.grid import Grid, check_rounding, grid_of
+from narrowgauge.kernels.grid import Grid, Sums, check_rounding, grid_of
 
 _HOW = "str format, str rounding, str? overflow, Tensor? key"
+_SUMS = "str? multiply, str accumulate, bool compensated, int chunk, str rounding"
+_BACKWARD = ", ".join(
+    f"{kind} backward_{name}" for kind, name in (each.split() for each in _SUMS.split(", "))
+)
 _SCHEMAS = (
     f"quantize(Tensor x, {_HOW}) -> Tensor",
     f"quantize_out(Tensor x, {_HOW}, Tensor(a!) out) -> ()",
@@ -27,6 +32,7 @@ _SCHEMAS = (
     "decode(Tensor codes, str format, SymInt numel, Tensor? scales, int block_size) -> Tensor",
     "decode_out(Tensor codes, str format, Tensor? scales, int block_size, Tensor(a!) out) -> ()",
     "largest_magnitudes(Tensor x, int block_size) -> Tensor",
+    f"matmul(Tensor a, Tensor b, {_SUMS}, str? gradient, {_BACKWARD}, Tensor? key) -> Tensor",
 )
 _library = torch.library.Library("narrowgauge", "DEF")
 for _schema in _SCHEMAS:
@@ -263,6 +269,61 @@ def _largest_magnitudes_fake(x: Tensor, block_size: int) -> Tensor:
     return x.new_empty(blocks, dtype=torch.int32)
 
 
+# -- matmul ----------------------------------------------------------------------------------------
+
+
+def _matmul(
+    a: Tensor,
+    b: Tensor,
+    multiply: str | None,
+    accumulate: str,
+    compensated: bool,
+    chunk: int,
+    rounding: str,
+    *rest: object,
+) -> Tensor:
+    grid = None if multiply is None else grid_of(multiply)
+    sums = Sums(grid, grid_of(accumulate), compensated, chunk, rounding)
+    key = rest[-1]
+    assert key is None or isinstance(key, Tensor)
+    if a.device.type != "cpu":
+        return reference.matmul(a, b, sums, key)
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    current().matmul(a, b, out, sums, key, raw.threads_for(out.numel() * a.shape[2]))
+    return out
+
+
+def _matmul_fake(a: Tensor, b: Tensor, *rest: object) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def stream(key: Tensor | None, number: int) -> Tensor | None:
+    """A key of its own for each use, 1 to 7, of a call's key; and of that key again."""
+    return None if key is None else key * 8 + number  # int64 wraps around
+
+
+def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, *_, key = inputs
+    ctx.save_for_backward(a, b, *(() if key is None else (key,)))
+    ctx.how = inputs[7:13]
+
+
+def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, *keys = ctx.saved_tensors
+    key = keys[0] if keys else None
+    gradient, *sums = ctx.how
+    if gradient is not None:
+        grad = quantize(grad, gradient, sums[-1], None, stream(key, 1))
+    # What is differentiated again, is so by the rules of the backward pass.
+    how = (*sums, gradient, *sums)
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        grad_a = matmul(grad, b.transpose(1, 2), *how, stream(key, 2))
+    if ctx.needs_input_grad[1]:
+        grad_b = matmul(a.transpose(1, 2), grad, *how, stream(key, 3))
+    return (grad_a, grad_b, *(None,) * 12)
+
+
 def _register() -> None:
     kernels: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "quantize": (_quantize, _quantize_fake),
@@ -272,11 +333,15 @@ def _register() -> None:
         "decode": (_decode, _decode_fake),
         "decode_out": (_decode_out, lambda *_: None),
         "largest_magnitudes": (_largest_magnitudes, _largest_magnitudes_fake),
+        "matmul": (_matmul, _matmul_fake),
     }
     for name, (kernel, fake) in kernels.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"narrowgauge::{name}", fake, lib=_library)
     torch.library.register_autograd("narrowgauge::quantize", _quantize_backward, lib=_library)
+    torch.library.register_autograd(
+        "narrowgauge::matmul", _matmul_backward, setup_context=_matmul_setup, lib=_library
+    )
 
 
 _register()
@@ -288,3 +353,4 @@ encode_out = torch.ops.narrowgauge.encode_out.default
 decode = torch.ops.narrowgauge.decode.default
 decode_out = torch.ops.narrowgauge.decode_out.default
 largest_magnitudes = torch.ops.narrowgauge.largest_magnitudes.default
+matmul = torch.ops.narrowgauge.matmul.default

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of
-from narrowgauge.kernels.grid import Grid
+from narrowgauge.kernels.grid import Grid, Sums
 
 _MANTISSA = 2**52 - 1
 _MAGNITUDE = 2**63 - 1
@@ -34,6 +34,11 @@ def random_words(numel: int, key: Tensor) -> Tensor:
         int64 of shape ``(numel,)``, 0 to 2**32 - 1.
     """
     counter = torch.arange((numel + 3) // 4, dtype=torch.int64, device=key.device)
+    return torch.stack(_philox(counter, key), 1).flatten()[:numel]
+
+
+def _philox(counter: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each block."""
     zero = torch.zeros_like(counter)
     x0, x1, x2, x3 = counter & _WORD, counter >> 32, zero, zero
     key0, key1 = key.reshape(()) & _WORD, (key.reshape(()) >> 32) & _WORD
@@ -46,11 +51,11 @@ def random_words(numel: int, key: Tensor) -> Tensor:
             product0 & _WORD,
         )
         key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
-    return torch.stack((x0, x1, x2, x3), 1).flatten()[:numel]
+    return x0, x1, x2, x3
 
 
 def _round(
-    x: Tensor, grid: Grid, rounding: str, key: Tensor | None, exponents: Tensor | int
+    x: Tensor, grid: Grid, rounding: str, words: Tensor | None, exponents: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ordinals of ``x * 2**exponents`` on an unbounded grid, and what they must be told apart by.
 
@@ -79,15 +84,21 @@ def _round(
     elif rounding == "nearest-away":
         increment = 2 * rest >= torch.ones_like(rest) << capped
     elif rounding == "stochastic":
-        assert key is not None
+        assert words is not None
         left, right = (32 - shift).clamp(min=0), (shift - 32).clamp(0, 63)
-        words = random_words(x.numel(), key.to(x.device)).view(x.shape)
         increment = ((rest << left) >> right) + words >= 2**32
     else:
         away = {"up": ~negative, "down": negative, "toward-zero": toward_zero}[rounding]
         toward_zero = ~away
         increment = away & (rest != 0)
     return ordinal + (increment.long() << wider), negative, toward_zero, magnitude
+
+
+def _words(x: Tensor, rounding: str, key: Tensor | None) -> Tensor | None:
+    if rounding != "stochastic":
+        return None
+    assert key is not None
+    return random_words(x.numel(), key.to(x.device))
 
 
 def quantize(x: Tensor, grid: Grid, rounding: str, key: Tensor | None) -> Tensor:
@@ -99,8 +110,12 @@ def quantize(x: Tensor, grid: Grid, rounding: str, key: Tensor | None) -> Tensor
         rounding: see :func:`narrowgauge.quantize`.
         key: int64 of one element, for stochastic rounding.
     """
+    return _quantize(x, grid, rounding, _words(x, rounding, key))
+
+
+def _quantize(x: Tensor, grid: Grid, rounding: str, words: Tensor | None) -> Tensor:
     m = grid.mantissa_bits
-    ordinal, negative, toward_zero, magnitude = _round(x.flatten(), grid, rounding, key, 0)
+    ordinal, negative, toward_zero, magnitude = _round(x.flatten(), grid, rounding, words, 0)
     if not grid.signed:
         ordinal = ordinal.clamp(min=1)
     ordinary = ordinal.clamp(max=grid.largest)
@@ -151,7 +166,8 @@ def encode(
         ``(codes, spoilt)``: uint8; and a bool scalar: a NaN met a format without NaN.
     """
     exponents: Tensor | int = 0 if scales is None else _exponents(scales, x.numel(), block_size)
-    ordinal, negative, toward_zero, magnitude = _round(x, grid, rounding, key, exponents)
+    words = _words(x, rounding, key)
+    ordinal, negative, toward_zero, magnitude = _round(x, grid, rounding, words, exponents)
     overflows = (ordinal > grid.largest) & ~toward_zero
     code = ordinal.clamp(max=grid.largest)
     if not grid.signed:
@@ -232,3 +248,107 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
     stream = ((packed[:, None] >> torch.arange(8, device=packed.device)) & 1).flatten()
     weights = 2 ** torch.arange(bits, device=packed.device)
     return (stream[: numel * bits].view(numel, bits) * weights).sum(1)
+
+
+# -- products of matrices --------------------------------------------------------------------------
+
+_DIGIT = 32
+_WEIGHTS = range(-352, 352, _DIGIT)  # of a fixed-point number for sums of products of float32
+_ROW = 256  # columns that share a sequence of random words
+
+
+def _odd_sum(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y`` rounded to odd: if inexact, the neighbour in float64 whose last bit is 1.
+
+    Rounding that to a format of at most 50 bits gives what rounding the exact sum would give.
+    """
+    total = x + y
+    part = total - x
+    error = (x - (total - part)) + (y - part)  # exact (Knuth)
+    bits = total.view(torch.int64)
+    step = torch.where((bits < 0) == (error < 0), 1, -1)
+    inexact = ((error < 0) | (error > 0)) & (bits & 1 == 0)
+    return (bits + step * inexact).view(torch.float64)
+
+
+def _exact_sum(terms: list[Tensor]) -> Tensor:
+    """The sum of float64 tensors, rounded to odd; of zeros or what is not finite, as float64 adds.
+
+    Every term is cut into digits of 32 bits, which add up exactly.
+    """
+    plain = terms[0]
+    for term in terms[1:]:
+        plain = plain + term
+    digits = [torch.zeros_like(plain) for _ in _WEIGHTS]
+    for term in terms:
+        rest = torch.where(term.isfinite(), term, 0.0)
+        for place in reversed(range(len(digits))):
+            digit = torch.trunc(rest * 2.0 ** -_WEIGHTS[place])
+            digits[place] += digit
+            rest = rest - digit * 2.0 ** _WEIGHTS[place]
+    negative = _carried(digits)[-1] < 0
+    digits = _carried([torch.where(negative, -digit, digit) for digit in digits])
+    total = torch.zeros_like(plain)
+    for place in reversed(range(len(digits))):  # once it is inexact, the rest is below its last bit
+        total = _odd_sum(total, digits[place] * 2.0 ** _WEIGHTS[place])
+    total = torch.where(negative, -total, total)
+    zero = torch.where(plain == 0, plain, 0.0)  # -0 only if all terms are -0
+    return torch.where(plain.isfinite(), torch.where(total != 0, total, zero), plain)
+
+
+def _carried(digits: list[Tensor]) -> list[Tensor]:
+    """The same number with digits from 0 to 2**32 - 1, but for the sign of the highest."""
+    result, carry = [], torch.zeros_like(digits[0])
+    for digit in digits[:-1]:
+        digit = digit + carry
+        carry = torch.floor(digit * 2.0**-_DIGIT)
+        result.append(digit - carry * 2.0**_DIGIT)
+    return [*result, digits[-1] + carry]
+
+
+def matmul(a: Tensor, b: Tensor, sums: Sums, key: Tensor | None) -> Tensor:
+    """Batched matrix product whose every intermediate is rounded exactly.
+
+    Args:
+        a: float32 of shape ``(batch, rows, depth)``.
+        b: float32 of shape ``(batch, depth, columns)``.
+        sums: see there.
+        key: int64 of one element, for stochastic rounding. Words are used in the order of the
+            roundings; columns of a row take theirs from neighbouring places, 256 at a time.
+    """
+    (batch, rows, depth), columns = a.shape, b.shape[2]
+    a, b = a.double(), b.double()  # where their products are exact
+    shape = (batch, rows, columns)
+    chunks = -(-depth // sums.chunk)
+    roundings = depth * (sums.multiply is not None) + chunks * (4 if sums.compensated else 1)
+    row, column = torch.arange(batch * rows)[:, None], torch.arange(columns)
+    sequence = row * -(-columns // _ROW) + column // _ROW
+    index = (sequence * roundings * _ROW + column % _ROW).view(shape).to(a.device)
+
+    def rounded(x: Tensor, grid: Grid) -> Tensor:
+        nonlocal index
+        words = None
+        if sums.rounding == "stochastic":
+            assert key is not None
+            four = torch.stack(_philox(index.flatten() // 4, key.to(index.device)), 1)
+            words = four.gather(1, index.flatten()[:, None] % 4).flatten()
+            index = index + _ROW
+        return _quantize(x, grid, sums.rounding, words)
+
+    total = torch.zeros(shape, dtype=torch.float64, device=a.device)
+    lost = total
+    for first in range(0, depth, sums.chunk):
+        terms = []
+        for k in range(first, min(first + sums.chunk, depth)):
+            product = a[:, :, k, None] * b[:, None, k, :]
+            terms.append(product if sums.multiply is None else rounded(product, sums.multiply))
+        if not sums.compensated:
+            total = rounded(_exact_sum([total, *terms]), sums.accumulate)
+            continue
+        term = rounded(_exact_sum([-lost, *terms]), sums.accumulate)
+        new = rounded(_exact_sum([total, term]), sums.accumulate)
+        change = rounded(_exact_sum([new, -total]), sums.accumulate)
+        lost = rounded(_exact_sum([change, -term]), sums.accumulate)
+        lost = torch.where(lost.isfinite(), lost, 0.0)  # after an infinity there is none
+        total = new
+    return torch.where(total.isnan(), math.nan, total).float()

@@ -1,0 +1,159 @@
+// Products of matrices, rounded to nearest-even as they are made: the fast cases, in register tiles.
+//
+// Why float32 or float64 arithmetic followed by rounding may stand for exact arithmetic followed by
+// rounding, with P bits of significand (24 or 53) in the machine and p in the format:
+//
+// - A product of significands of i and j bits has i + j bits: exact if i + j <= P and its last bit
+//   and its magnitude stay within the exponents. In float64 that holds for any two float32.
+// - A sum x + y, where x has p bits and y has q <= p, is rounded twice, and harmlessly so if
+//   p + q <= P - 2. Suppose the machine's sum is inexact and let |x| > |y|. The last bits of x and y
+//   then lie more than P apart from the first bit of the sum: |y| < 2**(e + q - P), where 2**e <= |x|.
+//   So x lies on the format's grid (were it finer there, among the subnormals, the sum of q + 1 bits
+//   would be exact), and the sum lies within 2**(e + q - P) of x, where the nearest middle of two
+//   numbers of the format is 2**(e - p - 1) away: first rounding cannot reach it.
+//   float32: p, q <= 11, or mantissas of 10 bits; float64: p, q <= 24, always.
+//   With y wider than the format this fails, since y itself may be a middle. Then `to_odd` is used.
+// - A sum whose terms are all multiples of 2**L and whose partial sums stay below 2**(L + 53) is
+//   exact in float64, in any order. `Range` measures that in the operands.
+#pragma once
+
+#include "sums.hpp"
+
+namespace {
+
+// ---- rounding of vectors: see round_magic and round_fast for the ideas
+// --------------------------
+
+template <class T>
+struct Magic {
+  typedef typename Vector<T>::V V;
+  typedef typename Vector<T>::U U;
+  typedef typename Vector<T>::S S;
+  V least, cap, top;
+  U overflow, add;
+  explicit Magic(const Grid& g) {
+    typedef typename Vector<T>::Bits Bits;
+    constexpr int M = Vector<T>::MANTISSA, BIAS = Vector<T>::BIAS;
+    const int m = g.mantissa_bits, emax = exponent_of(g.largest_value);
+    const int room = BIAS - 1 - M + m;  // float: 103 + m
+    least = V{} + float_of(Bits(g.min_exponent + BIAS) << M);
+    cap = V{} + float_of(Bits((emax + 1 < room ? emax + 1 : room) + BIAS) << M);
+    top = V{} + T(g.largest_value);
+    overflow = U{} + bits_of(T(g.overflow_value));
+    add = U{} + (Bits(M - m) << M | Bits(1) << (M - 1));
+  }
+  INLINE V operator()(V x) const {
+    constexpr int M = Vector<T>::MANTISSA;
+    const U u = (U)x, sign = U{} + (typename Vector<T>::Bits(1) << (sizeof(T) * 8 - 1));
+    V e = (V)(u & (typename Vector<T>::Bits(2 * Vector<T>::BIAS + 1) << M));
+    e = e < least ? least : e;
+    e = e > cap ? cap : e;
+    const V c = (V)((U)e + add);
+    const U y = (U)((x + c) - c) & ~sign;
+    const U r = (V)y > top ? overflow : y;  // false for NaN
+    return (V)(r | (u & sign));
+  }
+};
+
+template <class T>
+struct Integer {
+  typedef typename Vector<T>::V V;
+  typedef typename Vector<T>::U U;
+  typedef typename Vector<T>::S S;
+  typedef typename Vector<T>::Bits Bits;
+  U adjust, half, mask, overflow;
+  S threshold, top;
+  V magic;
+  int shift;
+  explicit Integer(const Grid& g) {
+    constexpr int M = Vector<T>::MANTISSA, BIAS = Vector<T>::BIAS;
+    shift = M - g.mantissa_bits;
+    adjust = U{} + (Bits(g.min_exponent + BIAS - 1) << M);
+    half = U{} + ((Bits(1) << (shift - 1)) - 1);
+    mask = U{} + ~((Bits(1) << shift) - 1);
+    overflow = U{} + bits_of(T(g.overflow_value));
+    const Bits normal = Bits(g.min_exponent + BIAS) << M;
+    threshold = (S)(U{} + (g.min_exponent + BIAS == 1 ? Bits(0) : normal));
+    top = (S)(U{} + bits_of(T(g.largest_value)));
+    magic = V{} + float_of(Bits(g.min_exponent + shift + BIAS) << M);
+  }
+  INLINE V operator()(V x) const {
+    constexpr int M = Vector<T>::MANTISSA;
+    const U u = (U)x, sign = U{} + (Bits(1) << (sizeof(T) * 8 - 1)), a = u & ~sign;
+    const S infinity = (S)(U{} + (Bits(2 * Vector<T>::BIAS + 1) << M));
+    const U t = a - adjust;
+    const U normal = ((t + ((t >> shift) & 1) + half) & mask) + adjust;
+    const U small = (U)(((V)a + magic) - magic);
+    U r = (S)a < threshold ? small : normal;
+    r = (S)r > top ? overflow : r;
+    r = (S)a > infinity ? a : r;
+    return (V)(r | (u & sign));
+  }
+};
+
+template <class T>
+struct Exact {  // no rounding but the machine's: float32 itself, or exact products
+  explicit Exact(const Grid&) {}
+  INLINE typename Vector<T>::V operator()(typename Vector<T>::V x) const { return x; }
+};
+
+// ---- tiles
+// --------------------------------------------------------------------------------------
+
+enum Sums { PLAIN, ODD, CHUNKS };  // a product at a time; the same, to odd; exact sums of chunks
+
+template <Sums SUMS, class V>
+INLINE V add(V x, V y) {
+  if constexpr (SUMS == ODD)
+    return odd_sum(x, y);
+  else
+    return x + y;
+}
+
+// a: R rows, [depth][R]; b: C vectors of columns, [depth][C * LANES]; out: [R][C * LANES].
+template <class T, class ByProduct, class BySum, Sums SUMS, bool KAHAN, int R, int C>
+NOINLINE void tile(const T* a, const T* b, T* out, int64_t depth, int64_t chunk,
+                   const ByProduct& by_product, const BySum& by_sum) {
+  typedef typename Vector<T>::V V;
+  typedef typename Vector<T>::U U;
+  constexpr int LANES = VECTOR / sizeof(T);
+  const ByProduct product = by_product;
+  const BySum round = by_sum;
+  V sum[R][C], lost[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sum[r][c] = V{}, lost[r][c] = V{};
+  int64_t left = chunk;
+  for (int64_t k = 0; k < depth; k++) {
+    const bool last = SUMS != CHUNKS || --left == 0 || k + 1 == depth;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      V column;
+      memcpy(&column, b + k * C * LANES + c * LANES, sizeof column);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const V p = product(column * a[k * R + r]);
+        if constexpr (KAHAN) {
+          const V y = round(add<SUMS>(p, -lost[r][c]));
+          const V t = round(sum[r][c] + y);
+          const V again = round(round(t - sum[r][c]) - y);
+          // What is not finite is no compensation: after an infinity it stays 0.
+          lost[r][c] = (V)((U)again & (U)(again - again == 0));
+          sum[r][c] = t;
+        } else if constexpr (SUMS == CHUNKS) {
+          sum[r][c] += p;
+        } else {
+          sum[r][c] = round(add<SUMS>(sum[r][c], p));
+        }
+      }
+    }
+    if (SUMS == CHUNKS && last) {
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = round(sum[r][c]);
+      left = chunk;
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) memcpy(out + (r * C + c) * LANES, &sum[r][c], sizeof(V));
+}
+
+}  // namespace
