@@ -316,6 +316,12 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
   if ((special || products_infinite) && !one_fate(c)) return slowly();
   const bool narrower = m.mantissa_bits <= c.mantissa_bits;
   const int low = left.low + right.low, high = left.high + right.high;  // of products
+  // Every |rounded product| is at most twice the product, so the sum S of their magnitudes is below
+  // 2**(high + 1 + log2 depth). Rounding to nearest goes no farther than the sum it started from, so
+  // each step adds at most twice its terms: |accumulator| <= 2 S, partial sums <= 3 S.
+  const int highest = high + 1 + log2_up(p.depth) + 2;
+  const bool calm = !special && high <= exponent_of(m.largest_value);
+  const bool calm_sums = calm && !kahan && highest <= exponent_of(c.largest_value);
 
   const bool exact = left.bits + right.bits <= 24 && low >= -149 && high <= 128;
   if (multiply && p.chunk == 1 && exact && narrower && integer_in_float(m)) {
@@ -326,7 +332,10 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
     const bool inside = exponent_of(m.largest_value) <= 125 && exponent_of(c.largest_value) <= 125;
     if (c.mantissa_bits <= 10 && integer_in_float(c) && (one_fate(c) || inside)) {
       if (magic<float>(m) && magic<float>(c)) {
+        if (kahan && calm) TILED(float, Calm<float>, Magic<float>, PLAIN, true);
         if (kahan) TILED(float, Magic<float>, Magic<float>, PLAIN, true);
+        if (calm_sums) TILED(float, Calm<float>, Calm<float>, PLAIN, false);
+        if (calm) TILED(float, Calm<float>, Magic<float>, PLAIN, false);
         TILED(float, Magic<float>, Magic<float>, PLAIN, false);
       }
       if (kahan) TILED(float, Integer<float>, Integer<float>, PLAIN, true);
@@ -337,19 +346,17 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
   const bool magical = magic<double>(m) && magic<double>(c);
   if (multiply && p.chunk == 1 && narrower) {
     if (magical && kahan) TILED(double, Magic<double>, Magic<double>, PLAIN, true);
+    if (magical && calm_sums) TILED(double, Calm<double>, Calm<double>, PLAIN, false);
     if (magical) TILED(double, Magic<double>, Magic<double>, PLAIN, false);
     if (kahan) TILED(double, Integer<double>, Integer<double>, PLAIN, true);
     TILED(double, Integer<double>, Integer<double>, PLAIN, false);
   }
-  // Every |rounded product| is at most twice the product; the sum S of their magnitudes is below
-  // 2**(high + 1 + log2 depth). Rounding to nearest goes no farther than the sum it started from,
-  // so that each step adds at most twice its terms: |accumulator| <= 2 S, partial sums <= 3 S. A
-  // rounded multiple of 2**low is one again (if the grid is finer there, it is not rounded at all),
+  // A rounded multiple of 2**low is one again (if the grid is finer there, it is not rounded at all),
   // unless it becomes the largest number.
   auto last_bit = [](const Grid& g) { return exponent_of(g.largest_value) - g.mantissa_bits; };
   const int of_c = last_bit(c), of_m = multiply ? last_bit(m) : of_c;
   const int all = low < of_c ? (low < of_m ? low : of_m) : (of_c < of_m ? of_c : of_m);
-  if (!kahan && high + 1 + log2_up(p.depth) + 2 - all <= 53 && magical) {
+  if (!kahan && highest - all <= 53 && magical) {
     if (multiply) TILED(double, Magic<double>, Magic<double>, CHUNKS, false);
     TILED(double, Exact<double>, Magic<double>, CHUNKS, false);
   }

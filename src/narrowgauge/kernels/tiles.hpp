@@ -24,7 +24,7 @@ namespace {
 // ---- rounding of vectors: see round_magic and round_fast for the ideas
 // --------------------------
 
-template <class T>
+template <class T, bool CALM = false>  // calm: nothing overflows and there is no infinity
 struct Magic {
   typedef typename Vector<T>::V V;
   typedef typename Vector<T>::U U;
@@ -47,13 +47,17 @@ struct Magic {
     const U u = (U)x, sign = U{} + (typename Vector<T>::Bits(1) << (sizeof(T) * 8 - 1));
     V e = (V)(u & (typename Vector<T>::Bits(2 * Vector<T>::BIAS + 1) << M));
     e = e < least ? least : e;
-    e = e > cap ? cap : e;
+    if constexpr (!CALM) e = e > cap ? cap : e;
     const V c = (V)((U)e + add);
     const U y = (U)((x + c) - c) & ~sign;
-    const U r = (V)y > top ? overflow : y;  // false for NaN
+    U r = y;
+    if constexpr (!CALM) r = (V)y > top ? overflow : y;  // false for NaN
     return (V)(r | (u & sign));
   }
 };
+
+template <class T>
+using Calm = Magic<T, true>;
 
 template <class T>
 struct Integer {
