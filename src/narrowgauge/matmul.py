@@ -57,14 +57,18 @@ def _scalar(format: FormatLike, what: str, *, zero: bool = False) -> str:
             f"{parsed.element.name}, or round the operands first with quantize"
         )
     if not parsed.signed:
-        raise ValueError(f"{what} is {parsed.name}, which has no sign and no zero; use a signed one")
+        raise ValueError(
+            f"{what} is {parsed.name}, which has no sign and no zero; use a signed one"
+        )
     return parsed.name
 
 
 @cache
 def _sums(how: MatmulBackward, prefix: str) -> tuple[str | None, str | None, str, bool, int, str]:
     """Names of ``(gradient, multiply, accumulate)``, and the rest as the operator wants it."""
-    accumulate = _scalar("fp32" if how.accumulate is None else how.accumulate, f"{prefix}accumulate")
+    accumulate = _scalar(
+        "fp32" if how.accumulate is None else how.accumulate, f"{prefix}accumulate"
+    )
     multiply: str | None = accumulate
     if how.multiply is not None:
         multiply = _scalar(how.multiply, f"{prefix}multiply")
@@ -183,9 +187,10 @@ def matmul(
     rows, (depth, columns) = left.shape[-2], right.shape[-2:]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     if right.dim() == 2:  # one long matrix, so that the gradient of b is one product
-        left, right = left.reshape(1, -1, depth) if depth else left.new_empty(
-            1, batch.numel() * rows, 0
-        ), right.unsqueeze(0)
+        left, right = (
+            left.reshape(1, -1, depth) if depth else left.new_empty(1, batch.numel() * rows, 0),
+            right.unsqueeze(0),
+        )
     else:
         left = left.expand(*batch, rows, depth).reshape(batch.numel(), rows, depth)
         right = right.expand(*batch, depth, columns).reshape(batch.numel(), depth, columns)

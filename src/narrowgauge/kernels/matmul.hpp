@@ -33,7 +33,7 @@ struct Range {
       int64_t other = rows;
       rows = columns, columns = other, row = step, step = 1;
     }
-    if (strides[0] == 0) batch = 1;
+    if (strides[0] == 0 && batch > 0) batch = 1;
     Seen seen;
     for (int64_t i = 0; i < batch; i++)
       for (int64_t r = 0; r < rows; r++) scan(x + i * strides[0] + r * row, columns, step, seen);

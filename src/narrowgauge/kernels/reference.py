@@ -276,6 +276,8 @@ def _exact_sum(terms: list[Tensor]) -> Tensor:
 
     Every term is cut into digits of 32 bits, which add up exactly.
     """
+    if len(terms) == 2:
+        return _odd_sum(terms[0], terms[1])
     plain = terms[0]
     for term in terms[1:]:
         plain = plain + term
