@@ -7,7 +7,7 @@ more than a machine's own product; the kernels make it affordable, and no step i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
@@ -49,7 +49,7 @@ class MatmulBackward:
 
 
 @cache
-def _scalar(format: FormatLike, what: str, *, zero: bool = False) -> str:
+def _scalar(format: FormatLike, what: str) -> str:
     parsed = format_of(format)
     if isinstance(parsed, BlockFormat):
         raise ValueError(
@@ -63,58 +63,44 @@ def _scalar(format: FormatLike, what: str, *, zero: bool = False) -> str:
     return parsed.name
 
 
-@cache
-def _sums(how: MatmulBackward, prefix: str) -> tuple[str | None, str | None, str, bool, int, str]:
-    """Names of ``(gradient, multiply, accumulate)``, and the rest as the operator wants it."""
-    accumulate = _scalar(
-        "fp32" if how.accumulate is None else how.accumulate, f"{prefix}accumulate"
-    )
-    multiply: str | None = accumulate
-    if how.multiply is not None:
-        multiply = _scalar(how.multiply, f"{prefix}multiply")
-    if how.fused:
-        if how.multiply is not None:
-            raise ValueError(
-                f"{prefix}multiply is {multiply}, but {prefix}fused=True keeps products exact; "
-                "leave one of them away"
-            )
-        multiply = None
-    if isinstance(how.chunk, bool) or not isinstance(how.chunk, int) or how.chunk < 1:
-        raise ValueError(f"{prefix}chunk is {how.chunk!r}; it must be an integer of at least 1")
-    check_rounding(how.rounding)
-    gradient = None if how.gradient is None else _scalar(how.gradient, f"{prefix}gradient")
-    return gradient, multiply, accumulate, bool(how.compensated), how.chunk, how.rounding
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _arguments(
-    operands: Operands,
+def _name(format: FormatLike, what: str) -> str:
+    """Its name; a constant to torch.compile, which need not trace the parsing."""
+    return _scalar(format, what)
+
+
+def _sums(
     multiply: FormatLike | None,
     accumulate: FormatLike | None,
     fused: bool,
     compensated: bool,
     chunk: int,
     rounding: str,
-    backward: MatmulBackward | None,
-) -> tuple[tuple[str | None, str | None], tuple[object, ...], bool]:
-    """``(formats of the operands, arguments of the operator, whether it needs random words)``.
+    prefix: str,
+) -> tuple[str | None, str, bool, int, str]:
+    """What the operator wants to know of these."""
+    sums = "fp32" if accumulate is None else _name(accumulate, f"{prefix}accumulate")
+    products = sums if multiply is None else _name(multiply, f"{prefix}multiply")
+    if fused and multiply is not None:
+        raise ValueError(
+            f"{prefix}multiply is {products}, but {prefix}fused=True keeps products exact; "
+            "leave one of them away"
+        )
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"{prefix}chunk is {chunk!r}; it must be an integer of at least 1")
+    check_rounding(rounding)
+    return None if fused else products, sums, bool(compensated), chunk, rounding
 
-    A constant to torch.compile, which need not trace the parsing.
-    """
+
+def _operands(operands: Operands) -> tuple[str | None, str | None]:
     pair = operands if isinstance(operands, tuple) else (operands, operands)
     if len(pair) != 2:
         raise ValueError(f"operands has {len(pair)} formats; give one for both, or a pair")
-    names = tuple(None if each is None else _scalar(each, "operands") for each in pair)
-    how = MatmulBackward(None, multiply, accumulate, fused, compensated, chunk, rounding)
-    _, *forward = _sums(how, "")
-    if backward is not None and not isinstance(backward, MatmulBackward):
-        raise TypeError(
-            f"backward is {type(backward).__name__}; it must be a MatmulBackward, or None for the "
-            "arithmetic of the forward pass"
-        )
-    after = replace(how) if backward is None else backward
-    random = "stochastic" in (rounding, after.rounding)
-    return names, (*forward, *_sums(after, "backward.")), random  # type: ignore[return-value]
+    first, second = pair
+    return (
+        None if first is None else _name(first, "operands"),
+        None if second is None else _name(second, "operands"),
+    )
 
 
 def matmul(
@@ -171,10 +157,28 @@ def matmul(
         ValueError: shapes that do not fit; an unknown format or rounding; a format with blocks or
             without a sign; ``multiply`` with ``fused``; ``chunk`` below 1.
     """
-    (format_a, format_b), how, random = _arguments(
-        operands, multiply, accumulate, fused, compensated, chunk, rounding, backward
-    )
+    format_a, format_b = _operands(operands)
+    forward = _sums(multiply, accumulate, fused, compensated, chunk, rounding, "")
+    gradient, after = None, forward
+    if isinstance(backward, MatmulBackward):
+        if backward.gradient is not None:
+            gradient = _name(backward.gradient, "backward.gradient")
+        after = _sums(
+            backward.multiply,
+            backward.accumulate,
+            backward.fused,
+            backward.compensated,
+            backward.chunk,
+            backward.rounding,
+            "backward.",
+        )
+    elif backward is not None:
+        raise TypeError(
+            f"backward is {type(backward).__name__}; it must be a MatmulBackward, or None for the "
+            "arithmetic of the forward pass"
+        )
     _check(a, b, format_a, format_b)
+    random = "stochastic" in (rounding, after[-1])
     key = codec.random_key("stochastic" if random else rounding, generator)
     dtype = a.dtype
     left = _rounded(a, format_a, rounding, operators.stream(key, 1))
@@ -187,22 +191,17 @@ def matmul(
     rows, (depth, columns) = left.shape[-2], right.shape[-2:]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     if right.dim() == 2:  # one long matrix, so that the gradient of b is one product
-        left, right = (
-            left.reshape(1, -1, depth) if depth else left.new_empty(1, batch.numel() * rows, 0),
-            right.unsqueeze(0),
-        )
+        left, right = left.reshape(1, batch.numel() * rows, depth), right.unsqueeze(0)
     else:
         left = left.expand(*batch, rows, depth).reshape(batch.numel(), rows, depth)
         right = right.expand(*batch, depth, columns).reshape(batch.numel(), depth, columns)
-    out = operators.matmul(left, right, *how, key)
+    out = operators.matmul(left, right, *forward, gradient, *after, key)
     shape = [*batch, *(() if a.dim() == 1 else (rows,)), *(() if b.dim() == 1 else (columns,))]
     result: Tensor = out.view(shape).to(dtype)
     return result
 
 
 def _rounded(x: Tensor, format: str | None, rounding: str, key: Tensor | None) -> Tensor:
-    if format is not None and rounding != "stochastic":
-        key = None
     rounded = x if format is None else operators.quantize(x, format, rounding, None, key)
     return rounded.float()
 
