@@ -29,6 +29,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(PIP) --editable '.[dev,bench]'
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/kernels.py
+	$(VENV)/bin/python benchmarks/matmul.py
 	$(VENV)/bin/python benchmarks/allreduce.py
 
 clean:

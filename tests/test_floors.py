@@ -23,7 +23,7 @@ FLOORS = [
     {"doctor"},
     {"cli"},
 ]
-ALSO = {("rounding", "codec"), ("nn", "ledger"), ("collectives", "ledger")}
+ALSO = {("rounding", "codec"), ("matmul", "codec"), ("nn", "ledger"), ("collectives", "ledger")}
 KNOW_DISTRIBUTED = {"collectives", "gradients", "operators", "parameters", "inputs", "demo"}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

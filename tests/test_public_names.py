@@ -17,10 +17,12 @@ NAMES = {
     "FloatFormat",
     "IntFormat",
     "Ledger",
+    "MatmulBackward",
     "all_reduce",
     "decode",
     "encode",
     "format_of",
+    "matmul",
     "quantize",
     "quantize_",
 }

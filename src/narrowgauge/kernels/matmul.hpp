@@ -320,6 +320,7 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
   // 2**(high + 1 + log2 depth). Rounding to nearest goes no farther than the sum it started from, so
   // each step adds at most twice its terms: |accumulator| <= 2 S, partial sums <= 3 S.
   const int highest = high + 1 + log2_up(p.depth) + 2;
+  const bool infinite = bits_of(c.overflow_value) == INF;
   const bool calm = !special && high <= exponent_of(m.largest_value);
   const bool calm_sums = calm && !kahan && highest <= exponent_of(c.largest_value);
 
@@ -332,7 +333,7 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
     const bool inside = exponent_of(m.largest_value) <= 125 && exponent_of(c.largest_value) <= 125;
     if (c.mantissa_bits <= 10 && integer_in_float(c) && (one_fate(c) || inside)) {
       if (magic<float>(m) && magic<float>(c)) {
-        if (kahan && calm) TILED(float, Calm<float>, Magic<float>, PLAIN, true);
+        if (kahan && calm && infinite) TILED(float, Calm<float>, Infinite<float>, PLAIN, true);
         if (kahan) TILED(float, Magic<float>, Magic<float>, PLAIN, true);
         if (calm_sums) TILED(float, Calm<float>, Calm<float>, PLAIN, false);
         if (calm) TILED(float, Calm<float>, Magic<float>, PLAIN, false);
@@ -345,6 +346,8 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
 
   const bool magical = magic<double>(m) && magic<double>(c);
   if (multiply && p.chunk == 1 && narrower) {
+    if (magical && kahan && infinite)
+      TILED(double, Magic<double>, Infinite<double>, PLAIN, true);
     if (magical && kahan) TILED(double, Magic<double>, Magic<double>, PLAIN, true);
     if (magical && calm_sums) TILED(double, Calm<double>, Calm<double>, PLAIN, false);
     if (magical) TILED(double, Magic<double>, Magic<double>, PLAIN, false);

@@ -29,6 +29,8 @@ struct Magic {
   typedef typename Vector<T>::V V;
   typedef typename Vector<T>::U U;
   typedef typename Vector<T>::S S;
+  static constexpr typename Vector<T>::Bits SIGN = typename Vector<T>::Bits(1)
+                                                   << (sizeof(T) * 8 - 1);
   V least, cap, top;
   U overflow, add;
   explicit Magic(const Grid& g) {
@@ -42,17 +44,36 @@ struct Magic {
     overflow = U{} + bits_of(T(g.overflow_value));
     add = U{} + (Bits(M - m) << M | Bits(1) << (M - 1));
   }
-  INLINE V operator()(V x) const {
+  INLINE V operator()(V x) const { return rounded<CALM>(x); }
+  template <bool CALMLY>
+  INLINE V rounded(V x) const {
     constexpr int M = Vector<T>::MANTISSA;
-    const U u = (U)x, sign = U{} + (typename Vector<T>::Bits(1) << (sizeof(T) * 8 - 1));
+    const U u = (U)x, sign = U{} + SIGN;
     V e = (V)(u & (typename Vector<T>::Bits(2 * Vector<T>::BIAS + 1) << M));
     e = e < least ? least : e;
-    if constexpr (!CALM) e = e > cap ? cap : e;
+    if constexpr (!CALMLY) e = e > cap ? cap : e;
     const V c = (V)((U)e + add);
     const U y = (U)((x + c) - c) & ~sign;
     U r = y;
-    if constexpr (!CALM) r = (V)y > top ? overflow : y;  // false for NaN
+    if constexpr (!CALMLY) r = (V)y > top ? overflow : y;  // false for NaN
     return (V)(r | (u & sign));
+  }
+};
+
+// Where overflow gives infinity, Kahan's compensation needs no such check at each step: a difference
+// of two numbers of the format is below twice the largest, which `rounded` bears, and what is beyond
+// the largest number, infinite or NaN in the end makes the compensation 0.
+template <class T>
+struct Infinite : Magic<T> {
+  typedef typename Vector<T>::V V;
+  typedef typename Vector<T>::U U;
+  using Magic<T>::Magic;
+  INLINE V lost(V t, V sum, V y) const {
+    const V change = this->template rounded<true>(t - sum);
+    const V again = this->template rounded<true>(change - y);
+    const U sign = U{} + Magic<T>::SIGN;
+    const U fits = (U)((V)((U)change & ~sign) <= this->top) & (U)((V)((U)again & ~sign) <= this->top);
+    return (V)((U)again & fits);
   }
 };
 
@@ -114,12 +135,24 @@ INLINE V add(V x, V y) {
     return x + y;
 }
 
+// Kahan's c, or 0 if it is not finite: after an infinity it stays 0.
+template <class Round, class V>
+INLINE V compensation(const Round& round, V t, V sum, V y) {
+  const V again = round(round(t - sum) - y);
+  typedef decltype(again - again == 0) Mask;
+  return (V)((Mask)again & (again - again == 0));
+}
+template <class T>
+INLINE typename Vector<T>::V compensation(const Infinite<T>& round, typename Vector<T>::V t,
+                                          typename Vector<T>::V sum, typename Vector<T>::V y) {
+  return round.lost(t, sum, y);
+}
+
 // a: R rows, [depth][R]; b: C vectors of columns, [depth][C * LANES]; out: [R][C * LANES].
 template <class T, class ByProduct, class BySum, Sums SUMS, bool KAHAN, int R, int C>
 NOINLINE void tile(const T* a, const T* b, T* out, int64_t depth, int64_t chunk,
                    const ByProduct& by_product, const BySum& by_sum) {
   typedef typename Vector<T>::V V;
-  typedef typename Vector<T>::U U;
   constexpr int LANES = VECTOR / sizeof(T);
   const ByProduct product = by_product;
   const BySum round = by_sum;
@@ -139,9 +172,7 @@ NOINLINE void tile(const T* a, const T* b, T* out, int64_t depth, int64_t chunk,
         if constexpr (KAHAN) {
           const V y = round(add<SUMS>(p, -lost[r][c]));
           const V t = round(sum[r][c] + y);
-          const V again = round(round(t - sum[r][c]) - y);
-          // What is not finite is no compensation: after an infinity it stays 0.
-          lost[r][c] = (V)((U)again & (U)(again - again == 0));
+          lost[r][c] = compensation(round, t, sum[r][c], y);
           sum[r][c] = t;
         } else if constexpr (SUMS == CHUNKS) {
           sum[r][c] += p;
