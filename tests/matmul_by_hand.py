@@ -56,7 +56,8 @@ def rounded(x: Number, format: FloatFormat, rounding: str = "nearest-even") -> N
     """To nearest, ties to the even code, or toward zero; IEEE-like formats with subnormals."""
     if isinstance(x, float):
         if math.isinf(x):
-            return x if format.has_infinity else math.nan
+            instead = math.nan if format.has_nan else number_of(math.copysign(format.largest, x))
+            return x if format.has_infinity else instead
         return x
     magnitude, sign = abs(x), 1 if x > 0 else -1
     exponent = max(magnitude.bit_length() - 1 - UNIT, format.min_exponent)

@@ -69,19 +69,27 @@ struct Range {
 // ---- panels
 // -------------------------------------------------------------------------------------
 
-// Cuts the result into tiles of R rows and L columns and calls body(a, b, index, out) for each, with
-// a: [depth][R] and b: [depth][L], filled up with zeros, and out: [R][L]. `index` counts tiles of
-// columns in rows of the whole batch.
+// Cuts the result into tiles of R rows and L columns and calls body(a, b, out, index, columns) for
+// each, with a: [depth][R] and b: [depth][L], filled up with zeros, and out: [R][L]. `index` counts
+// tiles, row by row of the whole batch; `columns` are those that are wanted.
 template <class T, int R, int L, class Body>
 void over_tiles(const Product& p, const float* a, const float* b, float* result, int threads,
                 const Body& body) {
   const int64_t panels = (p.columns + L - 1) / L, pieces = (p.rows + R - 1) / R;
   const int64_t items = p.batch * panels * pieces;
-  auto some = [&](int64_t begin, int64_t end) {
+  // Threads take pieces of work as they come, since a processor may be busy with something else.
+  const int64_t share = items / (8 * threads) > 1 ? items / (8 * threads) : 1;
+  int64_t next = 0;
+  auto work = [&] {
     std::unique_ptr<T[]> memory(new T[p.depth * (R + L) + R * L]);
     T *left = memory.get(), *right = left + p.depth * R, *out = right + p.depth * L;
-    int64_t packed = -1;
-    for (int64_t item = begin; item < end; item++) {
+    int64_t packed = -1, end = 0;
+    for (int64_t item = 0;; item++) {
+      if (item == end) {
+        item = __atomic_fetch_add(&next, share, __ATOMIC_RELAXED);
+        if (item >= items) return;
+        end = item + share < items ? item + share : items;
+      }
       const int64_t i = item / pieces / panels, panel = item / pieces % panels;
       const int64_t m = item % pieces * R, n = panel * L;
       const int64_t rows = p.rows - m < R ? p.rows - m : R;
@@ -111,15 +119,11 @@ void over_tiles(const Product& p, const float* a, const float* b, float* result,
 #ifdef _OPENMP
   if (threads > 1 && items > 1) {
 #pragma omp parallel num_threads(threads)
-    {
-      const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
-      const int64_t begin = items * t / all, end = items * (t + 1) / all;
-      if (begin < end) some(begin, end);
-    }
+    work();
     return;
   }
 #endif
-  some(0, items);
+  work();
 }
 
 // ---- the general way: any grid, any rounding, any chunk
@@ -132,7 +136,8 @@ struct Words {
   int64_t next;
   bool wanted;
   uint32_t words[TILE];
-  Words(const Product& p, int64_t first) : philox(p.key), next(first), wanted(p.rounding == STOCHASTIC) {}
+  Words(const Product& p, int64_t first)
+      : philox(p.key), next(first), wanted(p.rounding == STOCHASTIC) {}
   const uint32_t* take() {
     if (!wanted) return words;
     const int64_t offset = next % TILE;
@@ -317,8 +322,8 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
   const bool narrower = m.mantissa_bits <= c.mantissa_bits;
   const int low = left.low + right.low, high = left.high + right.high;  // of products
   // Every |rounded product| is at most twice the product, so the sum S of their magnitudes is below
-  // 2**(high + 1 + log2 depth). Rounding to nearest goes no farther than the sum it started from, so
-  // each step adds at most twice its terms: |accumulator| <= 2 S, partial sums <= 3 S.
+  // 2**(high + 1 + log2 depth). Rounding to nearest goes no farther than back to the accumulator,
+  // so each step adds at most twice its terms: |accumulator| <= 2 S, partial sums <= 3 S.
   const int highest = high + 1 + log2_up(p.depth) + 2;
   const bool infinite = bits_of(c.overflow_value) == INF;
   const bool calm = !special && high <= exponent_of(m.largest_value);
@@ -354,7 +359,7 @@ void matmul(const Product& p, const Grid* multiply, const Grid& accumulate, cons
     if (kahan) TILED(double, Integer<double>, Integer<double>, PLAIN, true);
     TILED(double, Integer<double>, Integer<double>, PLAIN, false);
   }
-  // A rounded multiple of 2**low is one again (if the grid is finer there, it is not rounded at all),
+  // A rounded multiple of 2**low is one again (where the grid is finer, it is not rounded at all),
   // unless it becomes the largest number.
   auto last_bit = [](const Grid& g) { return exponent_of(g.largest_value) - g.mantissa_bits; };
   const int of_c = last_bit(c), of_m = multiply ? last_bit(m) : of_c;

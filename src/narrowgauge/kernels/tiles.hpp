@@ -1,18 +1,20 @@
-// Products of matrices, rounded to nearest-even as they are made: the fast cases, in register tiles.
+// Products of matrices, rounded to nearest-even as they are made: the fast cases, in register
+// tiles.
 //
 // Why float32 or float64 arithmetic followed by rounding may stand for exact arithmetic followed by
 // rounding, with P bits of significand (24 or 53) in the machine and p in the format:
 //
 // - A product of significands of i and j bits has i + j bits: exact if i + j <= P and its last bit
 //   and its magnitude stay within the exponents. In float64 that holds for any two float32.
-// - A sum x + y, where x has p bits and y has q <= p, is rounded twice, and harmlessly so if
-//   p + q <= P - 2. Suppose the machine's sum is inexact and let |x| > |y|. The last bits of x and y
-//   then lie more than P apart from the first bit of the sum: |y| < 2**(e + q - P), where 2**e <= |x|.
-//   So x lies on the format's grid (were it finer there, among the subnormals, the sum of q + 1 bits
-//   would be exact), and the sum lies within 2**(e + q - P) of x, where the nearest middle of two
-//   numbers of the format is 2**(e - p - 1) away: first rounding cannot reach it.
+// - A sum of a number of the format and one of q <= p bits is rounded twice, and harmlessly so if
+//   p + q <= P - 2. Let x be the larger, 2**e <= |x| < 2**(e + 1), and y the smaller. If the
+//   machine's sum is inexact, the last bit of y lies P or more places below the first bit of the
+//   sum, so |y| < 2**(e + q - P). Then x lies on the format's grid (were it finer, among the
+//   subnormals, y would be a number of the format and the sum, of q + 1 bits, exact), where the
+//   nearest middle between two numbers is at least 2**(e - p - 1) away. That is more than |y| and
+//   the machine's error, 2**(e - P), together: its rounding cannot reach a middle.
 //   float32: p, q <= 11, or mantissas of 10 bits; float64: p, q <= 24, always.
-//   With y wider than the format this fails, since y itself may be a middle. Then `to_odd` is used.
+//   With q > p this fails, since x itself may be a middle. Then `to_odd` is used.
 // - A sum whose terms are all multiples of 2**L and whose partial sums stay below 2**(L + 53) is
 //   exact in float64, in any order. `Range` measures that in the operands.
 #pragma once
@@ -60,9 +62,9 @@ struct Magic {
   }
 };
 
-// Where overflow gives infinity, Kahan's compensation needs no such check at each step: a difference
-// of two numbers of the format is below twice the largest, which `rounded` bears, and what is beyond
-// the largest number, infinite or NaN in the end makes the compensation 0.
+// Where overflow gives infinity, Kahan's compensation needs no such check at each step: a
+// difference of two numbers of the format is at most twice the largest, which `rounded` bears, and
+// whatever is beyond the largest number, infinite or NaN makes the compensation 0 in the end.
 template <class T>
 struct Infinite : Magic<T> {
   typedef typename Vector<T>::V V;
@@ -72,8 +74,8 @@ struct Infinite : Magic<T> {
     const V change = this->template rounded<true>(t - sum);
     const V again = this->template rounded<true>(change - y);
     const U sign = U{} + Magic<T>::SIGN;
-    const U fits = (U)((V)((U)change & ~sign) <= this->top) & (U)((V)((U)again & ~sign) <= this->top);
-    return (V)((U)again & fits);
+    const V first = (V)((U)change & ~sign), second = (V)((U)again & ~sign);
+    return (V)((U)again & (U)(first <= this->top) & (U)(second <= this->top));
   }
 };
 
