@@ -339,9 +339,117 @@ def test_ranks_that_disagree_all_raise(what: str) -> None:
     for result in run_ranks(disagree, 2, what, catch=True):
         assert isinstance(result, Raised)
         assert result.type_name == "CollectiveError"
-        assert (
-            "ranks [1] differ from those of rank 0; all ranks must use the same" in result.message
-        )
+        assert "all ranks must pass the same" in result.message
+
+
+def disagree_later(what: str) -> None:
+    for format in ("e5m2", "e4m3"):
+        for size in (8, 3000):
+            for scale in ("local", "shared", None):
+                narrowgauge.all_reduce(torch.ones(size), format, scale=scale)  # type: ignore[arg-type]
+    differs = dist.get_rank() == 1
+    size = 3000 if what == "sizes" and differs else 0 if what == "empty" and differs else 8
+    format = "e4m3" if what == "formats" and differs else "e5m2"
+    scale = None if what == "scale" and differs else "shared" if what == "shared" else "local"
+    scale = "local" if what == "shared" and differs else scale
+    op = "sum" if what == "op" and differs else "mean"
+    narrowgauge.all_reduce(torch.ones(size), format, scale=scale, op=op)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["sizes", "empty", "formats", "scale", "shared", "op"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_in_a_later_call_all_raise_too(what: str, world_size: int) -> None:
+    for rank, result in enumerate(run_ranks(disagree_later, world_size, what, catch=True)):
+        assert isinstance(result, Raised), rank
+        assert result.type_name == "CollectiveError"
+        assert "all ranks must pass the same" in result.message
+        assert result.seconds < 10
+
+
+def after_partial_groups() -> list[float]:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    results = []
+    for group, members in zip([*pairs, None], ([0, 1], [1, 2], [0, 1, 2]), strict=True):
+        if rank in members:
+            tensor = torch.tensor([float(rank)])
+            narrowgauge.all_reduce(tensor, "e5m2", group=group)
+            results.append(tensor.item())
+    return results
+
+
+def test_groups_may_overlap_and_need_not_hold_every_rank() -> None:
+    assert run_ranks(after_partial_groups, 3) == [[0.5, 1.0], [0.5, 1.5, 1.0], [1.5, 1.0]]
+
+
+def in_other_modes() -> list[Any]:
+    with torch.inference_mode():
+        pair = [torch.full((4,), float(dist.get_rank())) for _ in range(2)]
+        narrowgauge.all_reduce(pair, "e5m2")
+    with torch.device("meta"):
+        alone = torch.full((4,), float(dist.get_rank()), device="cpu")
+        narrowgauge.all_reduce([alone, alone[:0]], "e5m2", scale="shared")
+    message = ""
+    try:
+        narrowgauge.all_reduce(torch.tensor([3.0]).expand(4), "e5m2")
+    except ValueError as error:
+        message = str(error)
+    after = torch.ones(3)
+    narrowgauge.all_reduce(after, "e5m2")  # the group is still good
+    return [*(t.tolist() for t in pair), alone.tolist(), message, after.tolist()]
+
+
+def test_modes_of_the_caller_and_refused_tensors_leave_the_group_in_order() -> None:
+    for first, second, alone, message, after in run_ranks(in_other_modes, 2):
+        assert first == second == alone == [0.5] * 4
+        assert "a tensor of shape (4,) is expanded" in message
+        assert after == [1.0] * 3
+
+
+def huge() -> list[torch.Tensor]:
+    tensors = [torch.full((4,), 2.0**126 * 1.5) for _ in range(3)]
+    for tensor, format in zip(tensors, ("e5m2", "e4m3fn", "int8"), strict=True):
+        narrowgauge.all_reduce(tensor, format, scale="shared")
+    return tensors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shared_scales_reach_up_to_the_largest_float32(world_size: int) -> None:
+    for tensors in run_ranks(huge, world_size):
+        for tensor in tensors:
+            assert torch.allclose(tensor, torch.full((4,), 2.0**126 * 1.5), rtol=0.13)
+
+
+def create_after_a_failure() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("this rank never arrives")
+    Reducer(timeout=timedelta(seconds=2))
+
+
+def test_a_rank_that_never_attaches_is_a_readable_error_on_the_others() -> None:
+    waiting, _ = run_ranks(create_after_a_failure, 2, catch=True)
+    assert isinstance(waiting, Raised)
+    assert waiting.type_name == "CollectiveError"
+    assert "rank 0 connecting to rank 1" in waiting.message
+
+
+def initialised_again() -> list[float]:
+    results = []
+    for number in range(2):
+        tensor = torch.tensor([float(dist.get_rank())])
+        narrowgauge.all_reduce(tensor, "e5m2")
+        results.append(tensor.item())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()
+        dist.destroy_process_group()
+        again = dist.PrefixStore(f"again-{number}", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    return results
+
+
+def test_process_groups_may_be_destroyed_and_made_again() -> None:
+    assert run_ranks(initialised_again, 2) == [[0.5, 0.5]] * 2
 
 
 def die_between_reductions(world_size: int) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from narrowgauge import format_of
 from narrowgauge.scaling import (
-    ALL_ZERO,
     LARGEST_EXPONENT,
     NON_FINITE,
     largest_exponents,
@@ -87,15 +86,18 @@ def test_published_rule_is_the_ceiling_of_the_logarithm(
 
 
 def test_published_scale_brings_the_largest_exponent_to_the_top_of_the_format() -> None:
-    agreed = torch.tensor([3, ALL_ZERO, NON_FINITE, 126], dtype=torch.int8)
-    assert shared_exponents(agreed, format_of("e5m2")).tolist() == [12, 0, NON_FINITE, 15 - 126]
-    assert shared_exponents(agreed, format_of("e3m0")).tolist() == [0, 0, NON_FINITE, 3 - 126]
+    agreed = torch.tensor([3, 129], dtype=torch.int32)
+    assert shared_exponents(agreed, format_of("e5m2")).tolist() == [12, 15 - 129]
+    assert shared_exponents(agreed, format_of("e3m0")).tolist() == [0, 3 - 129]
 
 
 def test_all_zero_loses_and_non_finite_wins_the_agreement() -> None:
-    contributions = largest_exponents(bits(0.0, math.nan, math.inf, 1.0), 2)
-    assert contributions.tolist() == [ALL_ZERO, NON_FINITE, NON_FINITE, 1]
-    assert contributions.dtype == torch.int8
+    zero, nan, infinity, one, tiny, huge = largest_exponents(
+        bits(0.0, math.nan, math.inf, 1.0, 2.0**-149, torch.finfo(torch.float32).max), 4096
+    )
+    assert zero < tiny < one < huge < nan == infinity
+    exponents = shared_exponents(torch.stack([zero, nan, one]), format_of("e5m2"))
+    assert exponents.tolist() == [0, NON_FINITE, 15 - 12]
 
 
 def test_formats_with_the_exponents_of_float32_need_no_scale() -> None:

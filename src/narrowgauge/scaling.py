@@ -26,6 +26,7 @@ SMALLEST_EXPONENT, LARGEST_EXPONENT = -126, 112
 are normal float32 numbers. Tensors whose largest magnitude is below 2**-112 lose precision."""
 
 _INFINITY_BITS = 0x7F800000
+_NO_EXPONENT = -(2**20)  # of zero, in the agreement: below every exponent
 
 
 def needs_scale(format: FloatFormat | IntFormat) -> bool:
@@ -70,27 +71,26 @@ def largest_exponents(magnitudes: torch.Tensor, world_size: int) -> torch.Tensor
         world_size: number of ranks whose gradients are summed.
 
     Returns:
-        int8, same shape, clamped to [-126, 126]; ``ALL_ZERO`` for zero (the paper's −∞) and
-        ``NON_FINITE`` for NaN and infinity, which win every maximum.
+        int32, same shape; ``_NO_EXPONENT`` for zero (the paper's −∞) and its negative for NaN and
+        infinity, which win every maximum.
     """
     # Exact in float64: 24 bits of the magnitude times a world size of far fewer than 29 bits.
     fraction, exponent = torch.frexp(magnitudes.view(torch.float32).double() * world_size)
-    result = (exponent - (fraction == 0.5).int()).clamp_(-126, 126)
-    result.masked_fill_(magnitudes == 0, ALL_ZERO)
-    return result.masked_fill_(magnitudes >= _INFINITY_BITS, NON_FINITE).to(torch.int8)
+    result = exponent - (fraction == 0.5).int()
+    result.masked_fill_(magnitudes == 0, _NO_EXPONENT)
+    return result.masked_fill_(magnitudes >= _INFINITY_BITS, -_NO_EXPONENT)
 
 
 def shared_exponents(agreed: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:
     """Scale exponents from the agreed largest exponents: ``ub - max_exp`` of APS, steps 2 and 3.
 
     Args:
-        agreed: int8, the maximum over ranks of :func:`largest_exponents`.
+        agreed: int32, the maximum over ranks of :func:`largest_exponents`.
         format: the format on the wire; ``ub`` is the exponent of its largest finite number.
 
     Returns:
         int32, same shape; 0 where every rank was all zero, ``NON_FINITE`` where one was not finite.
     """
-    wide = agreed.int()
-    result = (format.max_exponent - wide).clamp_(SMALLEST_EXPONENT, LARGEST_EXPONENT)
-    result.masked_fill_(wide == ALL_ZERO, 0)
-    return result.masked_fill_(wide == NON_FINITE, NON_FINITE)
+    result = (format.max_exponent - agreed).clamp_(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    result.masked_fill_(agreed == _NO_EXPONENT, 0)
+    return result.masked_fill_(agreed == -_NO_EXPONENT, NON_FINITE)

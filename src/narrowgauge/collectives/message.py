@@ -40,11 +40,13 @@ class Arithmetic:
     scale: Scale
     op: Op
 
-    def factors(self, format: FloatFormat | IntFormat) -> tuple[int, float, float]:
-        """The powers and factors around the sum: ``(shift, factor, last_factor)``.
+    def factors(self, format: FloatFormat | IntFormat) -> tuple[int, float, int, float]:
+        """Powers and factors around the sum: ``(shift, factor, result_shift, last_factor)``.
 
-        Values are multiplied by ``2**-shift`` before they are summed, the sum by ``factor`` before
-        it is encoded, and by ``last_factor`` once it is decoded.
+        Values are multiplied by ``2**-shift`` before they are summed, so that the sum of huge
+        gradients stays finite in float32. The sum is multiplied by ``factor`` before it is encoded,
+        with ``result_shift`` more than the exponent of its terms, and by ``last_factor`` once it is
+        decoded.
 
         A mean is encoded as a mean: it is no larger than its largest term, so the terms' exponents
         still fit. With a shared scale, which left room for the sum, the sum itself is encoded.
@@ -52,18 +54,17 @@ class Arithmetic:
         size = self.world_size
         mean = self.op == "mean"
         if not needs_scale(format):
-            return 0, (1 / size if mean else 1.0), 1.0
+            return 0, (1 / size if mean else 1.0), 0, 1.0
+        shift = (size - 1).bit_length()  # a power of two, so nothing rounds
         if self.scale == "shared":
-            return 0, 1.0, (1 / size if mean else 1.0)
-        # Powers of two first: the float32 sum of huge gradients stays finite and nothing rounds.
-        shift = (size - 1).bit_length()
-        return shift, 2**shift / size, (1.0 if mean else float(size))
+            return shift, 1.0, shift, 2**shift / size if mean else 2.0**shift
+        return shift, 2**shift / size, 0, (1.0 if mean else float(size))
 
 
 def largest_exponents_of(
     flat: torch.Tensor, sizes: tuple[int, ...], world_size: int
 ) -> torch.Tensor:
-    """APS's contribution of this rank: int8, one per tensor of ``sizes`` elements in ``flat``."""
+    """APS's contribution of this rank: int32, one per tensor of ``sizes`` elements in ``flat``."""
     parts = flat.split(list(sizes))
     return largest_exponents(torch.cat([_magnitude(part) for part in parts]), world_size)
 
@@ -107,7 +108,7 @@ def reduce_into(
         if special is not None:
             out.fill_(math.nan if special == NON_FINITE else 0.0)
             continue
-        shift, factor, last_factor = arithmetic.factors(segment.format)
+        shift, factor, _, last_factor = arithmetic.factors(segment.format)
         present = [sender for sender in senders if sender[0] != ALL_ZERO]
         kernels.reduce_into(
             [codes for _, codes in present],
@@ -129,9 +130,9 @@ def reduce_and_encode(
         if special is not None:
             exponents.append(special)
             continue
-        shift, factor, _ = arithmetic.factors(segment.format)
+        shift, factor, result_shift, _ = arithmetic.factors(segment.format)
         present = [sender for sender in senders if sender[0] != ALL_ZERO]
-        exponent = min(exponent for exponent, _ in present)
+        exponent = min(exponent for exponent, _ in present) + result_shift
         try:
             kernels.reduce_encode_into(
                 [codes for _, codes in present],
@@ -157,7 +158,7 @@ def unpack(piece: Piece, message: torch.Tensor, flat: torch.Tensor, arithmetic: 
         if exponent in (ALL_ZERO, NON_FINITE):
             out.fill_(math.nan if exponent == NON_FINITE else 0.0)
             continue
-        _, _, last_factor = arithmetic.factors(segment.format)
+        _, _, _, last_factor = arithmetic.factors(segment.format)
         kernels.decode_into(
             codes, segment.format, exponent, out, factor=last_factor, threads=_THREADS
         )
@@ -210,7 +211,9 @@ def _special(senders: list[tuple[int, torch.Tensor]]) -> int | None:
 
 
 def _write_header(message: torch.Tensor, exponents: list[int]) -> None:
-    message[: len(exponents)] = torch.tensor(exponents, dtype=torch.int8).view(torch.uint8)
+    message[: len(exponents)] = torch.tensor(exponents, dtype=torch.int8, device="cpu").view(
+        torch.uint8
+    )
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:

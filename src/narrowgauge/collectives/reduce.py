@@ -38,7 +38,7 @@ from narrowgauge.collectives.message import (
     unpack,
 )
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
-from narrowgauge.collectives.transport import CollectiveError, Transport
+from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
 from narrowgauge.formats import BlockFormat, FloatFormat, FormatLike, IntFormat, format_of
 
 MESSAGE_BYTES = 1 << 20
@@ -126,20 +126,30 @@ class Reducer:
         plan = self._plan(tuple(sizes), tuple(formats), scale, op)
         arithmetic = Arithmetic(transport.world_size, scale, op)
         reduction = Reduction(flat, plan, arithmetic, on_success)
-        if transport.world_size == 1 or flat.numel() == 0:
+        if transport.world_size == 1:
             reduction.finish()
             return reduction
         layout = plan.layout
-        messages = (
-            plan.free.pop() if plan.free else Messages(layout, transport.rank, transport.world_size)
-        )
+        with torch.inference_mode(False):  # these outlive the caller's mode
+            messages = (
+                plan.free.pop()
+                if plan.free
+                else Messages(layout, transport.rank, transport.world_size)
+            )
         reduction.messages = messages
-        reduction.first_tag = transport.reserve_tags(2 * len(layout.chunks))
+        reduction.first_number = transport.reserve(2 * len(layout.chunks) + 1)
+        greeting_tag = tag_of(reduction.first_number, 0)
+        for peer in transport.peers:
+            reduction.greetings[peer] = torch.empty_like(plan.fingerprint)
+            work = transport.receive(reduction.greetings[peer], peer, greeting_tag)
+            reduction.greeting_receives.append((peer, work))
         for index in range(len(layout.chunks)):
-            tag = reduction.first_tag + 2 * index
+            tag = reduction.tag(index)
             reduction.first_receives.append(self._receive(messages.incoming[index], tag))
             if not layout.one_shot:
                 reduction.second_receives.append(self._receive(messages.reduced[index], tag + 1))
+        for peer in transport.peers:
+            self._send(reduction, plan.fingerprint, peer, greeting_tag)
         self._to_encode.put(partial(self._do, self._encode, reduction))
         return reduction
 
@@ -153,9 +163,13 @@ class Reducer:
         key = (sizes, formats, scale, op)
         plan = self._plans.get(key)
         if plan is None:
-            description = f"sizes {sizes}, formats {[f.name for f in formats]}, {scale=}, {op=}"
-            self.transport.agree("the tensors of a compressed all-reduce", description)
-            plan = Plan(cut(sizes, formats, self.transport.world_size, self.message_bytes))
+            description = (
+                f"{scale=}, {op=}, messages of {self.message_bytes} bytes, tensors of {sizes} "
+                f"elements in {[format.name for format in formats]}"
+            )
+            layout = cut(sizes, formats, self.transport.world_size, self.message_bytes)
+            with torch.inference_mode(False):
+                plan = Plan(layout, description, fingerprint(description))
             self._plans[key] = plan
         return plan
 
@@ -178,7 +192,9 @@ class Reducer:
         try:
             if self._failure is not None:
                 raise CollectiveError(f"an earlier message failed: {self._failure}")
-            stage(reduction, *chunk)
+            # As the caller, who may hand over inference tensors.
+            with torch.inference_mode(reduction.inference):
+                stage(reduction, *chunk)
         except BaseException as error:
             self._failure = self._failure or error
             reduction.finish(error)
@@ -187,9 +203,13 @@ class Reducer:
         transport, messages = self.transport, reduction.messages
         assert messages is not None
         layout, scale = reduction.plan.layout, reduction.arithmetic.scale
+        if not layout.numel:
+            self._compare_plans(reduction)
+            reduction.finish()
+            return
         agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
         for index, pieces in enumerate(layout.chunks):
-            tag = reduction.first_tag + 2 * index
+            tag = reduction.tag(index)
             if layout.one_shot:
                 message = messages.incoming[index][transport.rank]
                 with reduction.codec():
@@ -208,6 +228,7 @@ class Reducer:
     def _agree_on_exponents(self, reduction: Reduction) -> list[int]:
         """APS as published: one exponent per tensor for all ranks, agreed on before sending."""
         layout = reduction.plan.layout
+        self._compare_plans(reduction)  # before a collective that not every rank may make
         with reduction.codec():
             largest = largest_exponents_of(reduction.flat, layout.sizes, self.transport.world_size)
         with reduction.wire():
@@ -218,6 +239,7 @@ class Reducer:
         transport, messages = self.transport, reduction.messages
         assert messages is not None
         layout = reduction.plan.layout
+        self._compare_plans(reduction)
         self._wait(reduction, reduction.first_receives[index], "waiting for codes of")
         incoming = messages.incoming[index]
         if layout.one_shot:
@@ -231,7 +253,7 @@ class Reducer:
             piece = layout.chunks[index][transport.rank]
             reduce_and_encode(piece, incoming, result, reduction.arithmetic)
         for peer in transport.peers:
-            self._send(reduction, result, peer, reduction.first_tag + 2 * index + 1)
+            self._send(reduction, result, peer, reduction.tag(index) + 1)
         self._to_decode.put(partial(self._do, self._decode, reduction, index))
 
     def _decode(self, reduction: Reduction, index: int) -> None:
@@ -243,6 +265,23 @@ class Reducer:
             for piece, message in zip(pieces, messages.reduced[index], strict=True):
                 unpack(piece, message, reduction.flat, reduction.arithmetic)
         self._finish_chunk(reduction, index)
+
+    def _compare_plans(self, reduction: Reduction) -> None:
+        """Raise unless all ranks reduce the same tensors in the same way; once per reduction."""
+        self._wait(reduction, reduction.greeting_receives, "waiting for codes of")
+        plan = reduction.plan
+        different = [
+            peer
+            for peer, theirs in reduction.greetings.items()
+            if not theirs.equal(plan.fingerprint)
+        ]
+        if different:
+            raise CollectiveError(
+                f"ranks {sorted(different)} pass other tensors, formats, scale or op to a "
+                f"compressed all-reduce than rank {self.transport.rank}; all ranks must pass the "
+                f"same. Rank {self.transport.rank} passes {plan.description[:500]}"
+            )
+        reduction.greetings.clear()
 
     def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
         with reduction.wire():
@@ -270,6 +309,8 @@ def _reducer_of(group: dist.ProcessGroup | None) -> Reducer:
     key = group or dist.group.WORLD
     assert key is not None
     if key not in _reducers:
+        for destroyed in _reducers.keys() - dist.distributed_c10d._world.pg_map.keys():
+            del _reducers[destroyed]
         _reducers[key] = Reducer(group)
     return _reducers[key]
 
@@ -344,6 +385,11 @@ def all_reduce(
                 f"a tensor is {tensor.dtype} on {tensor.device}; allowed: floating dtypes on the "
                 "CPU (copy it there first: messages travel over Gloo)"
             )
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is expanded: its elements share memory "
+                "and cannot be reduced in place; pass tensor.clone()"
+            )
     with torch.no_grad():
         reducer = _reducer_of(group)
         single = targets[0].detach() if len(targets) == 1 else None
@@ -351,7 +397,9 @@ def all_reduce(
         if single is not None and in_place:
             flat = single.view(-1)
         else:
-            flat = torch.cat([tensor.reshape(-1).float() for tensor in targets] or [torch.empty(0)])
+            flat = torch.cat(
+                [tensor.reshape(-1).float() for tensor in targets] or [torch.empty(0, device="cpu")]
+            )
         sizes = [tensor.numel() for tensor in targets]
 
         def copy_back() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from narrowgauge.collectives.layout import Layout, Piece
 from narrowgauge.collectives.message import Arithmetic
+from narrowgauge.collectives.transport import tag_of
 
 
 class Reduction:
@@ -37,15 +38,22 @@ class Reduction:
         self.codec_seconds = 0.0
         self.wire_seconds = 0.0
         self.messages: Messages | None = None
-        self.first_tag = 0
+        self.first_number = 0
+        self.greetings: dict[int, torch.Tensor] = {}  # fingerprint of each peer's plan
+        self.greeting_receives: list[tuple[int, dist.Work]] = []
         self.first_receives: list[list[tuple[int, dist.Work]]] = []
         self.second_receives: list[list[tuple[int, dist.Work]]] = []
         self.sends: list[tuple[int, dist.Work]] = []
         self._on_success = on_success
+        self.inference = torch.is_inference_mode_enabled()
         self._on_finish: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
+
+    def tag(self, chunk: int) -> int:
+        """Tag of a chunk's codes; its sums have the next one."""
+        return tag_of(self.first_number + 1 + 2 * chunk, self.plan.lane)
 
     def is_completed(self) -> bool:
         """Whether it is over, with success or not."""
@@ -74,9 +82,12 @@ class Reduction:
         with self._lock:
             if self._finished.is_set():
                 return
-            if error is None and self._on_success is not None:
-                self._on_success()
             self._error = error
+            if error is None and self._on_success is not None:
+                try:
+                    self._on_success()
+                except BaseException as own_error:  # concerns this reduction, not the group
+                    self._error = own_error
             self._finished.set()
         for callback in self._on_finish:
             callback()
@@ -106,7 +117,7 @@ class Messages:
 
     def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
         def message(piece: Piece) -> torch.Tensor:
-            return torch.zeros(piece.size, dtype=torch.uint8)
+            return torch.zeros(piece.size, dtype=torch.uint8, device="cpu")
 
         own = 0 if layout.one_shot else rank
         self.incoming = [[message(c[own]) for _ in range(world_size)] for c in layout.chunks]
@@ -120,8 +131,11 @@ class Messages:
 
 
 class Plan:
-    """A layout and the message buffers that finished reductions left for the next ones."""
+    """A layout, what identifies it among ranks, and the buffers left by finished reductions."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, description: str, fingerprint: torch.Tensor) -> None:
         self.layout = layout
+        self.description = description
+        self.fingerprint = fingerprint
+        self.lane = 1 + int.from_bytes(bytes(fingerprint.tolist()), "little") % 2047
         self.free: list[Messages] = []

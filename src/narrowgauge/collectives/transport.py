@@ -3,7 +3,9 @@
 Gloo's own collectives cannot sum narrow floats, use one direction of the link at a time
 (``all_to_all_single``) or send twice the needed bytes (``reduce_scatter``); point-to-point messages
 whose receives are posted first use both directions and only the needed bytes. The group is our own,
-so that tags and timeouts belong to us alone; ``new_group`` does not inherit a timeout.
+so that tags and timeouts belong to us alone. It is made directly on the store of the user's group:
+``new_group`` must be called by all ranks of the job or, with local synchronisation, names the group
+by a count that differs between ranks once some of them have made other groups.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+_transports_made: dict[str, int] = {}  # by name of the group
 
 
 class CollectiveError(RuntimeError):
@@ -45,42 +51,45 @@ class Transport:
         if self.rank < 0:
             raise RuntimeError("this rank is not a member of the given process group")
         self.world_size = dist.get_world_size(group)
-        self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._messages = self._new_group()
-        # Agreements are made by the calling thread while another sends messages: on one group their
-        # order could differ between ranks.
-        self._agreements = self._new_group()
-        self._next_tag = 0
-
-    def _new_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            self._global_ranks, self.timeout, "gloo", use_local_synchronization=True
+        members = group or dist.group.WORLD
+        assert members is not None
+        # Members make their transports in the same order, so the count makes a name they share.
+        number = _transports_made.get(members.group_name, 0)
+        _transports_made[members.group_name] = number + 1
+        store = PrefixStore(
+            f"narrowgauge/{number}", dist.distributed_c10d._get_process_group_store(members)
         )
-        return group
+        with self._explained("connecting to", self.peers):
+            self._messages = self._new_group(PrefixStore("messages", store))
+            # Agreements are made by the calling thread while another sends messages: on one group
+            # their order could differ between ranks.
+            self._agreements = self._new_group(PrefixStore("agreements", store))
+        self._next_number = 0
+
+    def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all ranks send to the same one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def reserve_tags(self, count: int) -> int:
-        """The first of ``count`` tags not used by a recent message; equal on all ranks."""
-        first = self._next_tag
-        self._next_tag = (first + count) % 2**30
+    def reserve(self, count: int) -> int:
+        """The first of ``count`` message numbers not used recently; equal on all ranks."""
+        first = self._next_number
+        self._next_number = first + count
         return first
 
     def send(self, message: torch.Tensor, to: int, tag: int) -> dist.Work:
         """Start sending ``message`` (contiguous); it must not change until the work is done."""
         with self._explained("sending to", [to]):
-            work = dist.isend(message, self._global_ranks[to], group=self._messages, tag=tag)
-        assert work is not None
+            work: dist.Work = self._messages.send([message], to, tag)
         return work
 
     def receive(self, message: torch.Tensor, source: int, tag: int) -> dist.Work:
         """Start receiving into ``message`` (contiguous)."""
         with self._explained("receiving from", [source]):
-            work = dist.irecv(message, self._global_ranks[source], group=self._messages, tag=tag)
-        assert work is not None
+            work: dist.Work = self._messages.recv([message], source, tag)
         return work
 
     def wait(self, works: list[tuple[int, dist.Work]], phase: str) -> None:
@@ -100,14 +109,14 @@ class Transport:
                     raise
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replace ``values`` (int8) by their maximum over all ranks; for the pipeline's thread."""
+        """Replace ``values`` (int32) by their maximum over all ranks; for the pipeline's thread."""
         with self._explained("agreeing on scale exponents with", self.peers):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages)
+            self._messages.allreduce([values], dist.ReduceOp.MAX).wait()
 
     def all_reduce_sum(self, values: torch.Tensor) -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the calling thread."""
         with self._explained("measuring the round-off error with", self.peers):
-            dist.all_reduce(values, group=self._agreements)
+            self._agreements.allreduce([values]).wait()
 
     @contextmanager
     def _explained(self, doing: str, peers: list[int]) -> Iterator[None]:
@@ -132,11 +141,10 @@ class Transport:
         Raises:
             CollectiveError: on every rank, naming those that differ from rank 0.
         """
-        digest = hashlib.sha256(description.encode()).digest()[:8]
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        mine = fingerprint(description)
         all_digests = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._explained(f"comparing {subject} with", self.peers):
-            dist.all_gather(all_digests, mine, group=self._agreements)
+            self._agreements.allgather([all_digests], [mine]).wait()
         different = [
             rank for rank, theirs in enumerate(all_digests) if not theirs.equal(all_digests[0])
         ]
@@ -145,6 +153,21 @@ class Transport:
                 f"{subject} of ranks {different} differ from those of rank 0; all ranks must use "
                 f"the same. Rank {self.rank} has {description[:500]}"
             )
+
+
+def fingerprint(description: str) -> torch.Tensor:
+    """Eight bytes (uint8) that stand for a description."""
+    digest = hashlib.sha256(description.encode()).digest()[:8]
+    return torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
+
+
+def tag_of(number: int, lane: int) -> int:
+    """The tag of a message: its number within a lane of 0 to 2047.
+
+    Messages in different lanes never meet, so ranks whose plans differ (each plan has a lane) never
+    receive into buffers of the wrong size, which would end the process.
+    """
+    return lane << 20 | number % 2**20
 
 
 def _done(work: dist.Work) -> bool:
