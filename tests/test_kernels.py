@@ -223,3 +223,16 @@ def test_result_does_not_depend_on_flushing_subnormals() -> None:
         torch.set_flush_denormal(False)
     for a, b in zip(expected, flushed, strict=True):
         assert same(a, b)
+
+
+@pytest.mark.parametrize("name", ["e8m2ftz", "e7m3b127ftz"])
+def test_subnormals_of_float32_are_below_the_smallest_number(name: str) -> None:
+    x = torch.tensor([9e-39, 5.88e-39, 5.8774717e-39, 1e-45, -9e-39, 1.2e-38])
+    grid, key = grid_of(name), torch.tensor([7])
+    for rounding in ROUNDINGS:
+        expected = reference.quantize(x, grid, rounding, key)
+        args = (x, name, rounding, None, key)
+        assert same(torch.ops.narrowgauge.quantize(*args), expected), rounding
+        codes, _ = reference.encode(x, grid, rounding, key, None, 0)
+        assert torch.equal(torch.ops.narrowgauge.encode(*args, None, 0), codes), rounding
+    assert quantize(x[:1], name).item() == 2.0**-126

@@ -46,7 +46,7 @@ struct Encoder {
       else
         k ? encode_fast<true, false>(x, out, n, fast, scale)
           : encode_fast<false, false>(x, out, n, fast, scale);
-    } else if (k == 0 && grid.min_exponent >= -126) {
+    } else if (k == 0 && General<float>::fits(grid)) {
       round_in(rounding, x, out, n, General<float>(grid, true, 0), words);
     } else {
       double wide[TILE];
@@ -265,7 +265,7 @@ EXPORT void narrowgauge_round_float(const float* x, float* out, int64_t n, const
     if (rounding == EVEN && fast.possible)
       return (fast.possible_magic ? round_magic : round_fast)(x + begin, out + begin, end - begin,
                                                               fast);
-    const bool direct = grid->min_exponent >= -126;
+    const bool direct = General<float>::fits(*grid);
     const Philox philox(key);
     uint32_t words[TILE];
     for (int64_t i = begin; i < end; i += TILE) {
@@ -356,7 +356,8 @@ EXPORT int narrowgauge_reduce_encode(const uint8_t* const* codes, int senders, c
 EXPORT void narrowgauge_largest_magnitudes(const float* x, uint32_t* out, int64_t n, int64_t block,
                                            int threads) {
   const int64_t size = block ? block : n > 0 ? n : 1;
-  memset(out, 0, (block ? (n + block - 1) / block : 1) * 4);
+  const int64_t blocks = block ? (n + block - 1) / block : 1;
+  if (blocks) memset(out, 0, blocks * 4);
   parallel(n, threads, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end;) {  // a block may reach over the borders of threads
       const int64_t which = i / size, border = (which + 1) * size,

@@ -33,6 +33,12 @@ struct General {
   U parity, unit, least, largest, top, overflow, infinite, nan;
   U sign, result_sign, negative_zero, integer, bits_mask, adjust, threshold, care, limit;
   T subnormal;
+  // Whether the words are wide enough. In float a subnormal number seems to have exponent -126, so
+  // where the grid's own subnormals lie there, it must have some.
+  static bool fits(const Grid& g) {
+    const bool same_below = g.has(SUBNORMALS) || g.mantissa_bits == 0;
+    return sizeof(T) == 8 || g.min_exponent > -126 || (g.min_exponent == -126 && same_below);
+  }
   General(const Grid& g, bool code, int exponent_)
       : m(g.mantissa_bits),
         emin(g.min_exponent),
@@ -45,10 +51,10 @@ struct General {
     result_sign = code ? (g.has(SIGNED) ? U(1) << (g.bits - 1) : U(0)) : sign;
     negative_zero = g.has(NEGATIVE_ZERO);
     integer = g.has(INTEGER) ? ~U(0) : U(0);
-    bits_mask = (U(1) << g.bits) - 1;
+    bits_mask = ~U(0) >> (sizeof(U) * 8 - g.bits);
     adjust = U(S(emin + Type<T>::BIAS - 1)) << Type<T>::MANTISSA;
-    // In float the caller makes sure that emin >= -126; there `adjust` is 0 and ordinals below and
-    // above the smallest normal number are shifted bits alike.
+    // In float `fits` holds; at emin == -126 `adjust` is 0 and ordinals below and above the smallest
+    // normal number are shifted bits alike.
     threshold = adjust ? unit : U(0);
     subnormal = T(double_power_of_two(int(emin - m)));
     top = code ? g.largest_code : bits_of(T(g.largest_value));
