@@ -179,3 +179,12 @@ def test_values_are_listed_up_to_16_bits() -> None:
         float_format("fp32").values()
     with pytest.raises(ValueError, match="code is 256; e5m2 has codes 0 to 255"):
         float_format("e5m2").value_of(256)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "int4"])
+def test_values_may_be_changed_by_whoever_asked_for_them(name: str) -> None:
+    format = format_of(name)
+    assert not isinstance(format, BlockFormat)
+    before = format.values()
+    format.values().zero_()
+    assert torch.equal(format.values().nan_to_num(), before.nan_to_num())

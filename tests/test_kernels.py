@@ -14,7 +14,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge import decode, encode, format_of, kernels, quantize
 from narrowgauge.codec import packed_size
-from narrowgauge.kernels import reference
+from narrowgauge.formats import table_of
+from narrowgauge.kernels import native, reference
 from narrowgauge.kernels.grid import ROUNDINGS, grid_of
 from tests.numbers_by_hand import edges, random_bits, same
 from tests.test_rounding import THEIRS, UNUSUAL
@@ -236,3 +237,47 @@ def test_subnormals_of_float32_are_below_the_smallest_number(name: str) -> None:
         codes, _ = reference.encode(x, grid, rounding, key, None, 0)
         assert torch.equal(torch.ops.narrowgauge.encode(*args, None, 0), codes), rounding
     assert quantize(x[:1], name).item() == 2.0**-126
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 100_000])
+def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
+    x, codes = torch.ones(4), torch.zeros(4, dtype=torch.uint8)
+    calls = [
+        lambda n: kernels.largest_magnitudes(x, threads=n),
+        lambda n: kernels.encode_into(x, "e5m2", 0, codes, threads=n),
+        lambda n: kernels.decode_into(codes, "e5m2", 0, x, threads=n),
+        lambda n: kernels.reduce_into([codes], "e5m2", [0], x, threads=n),
+        lambda n: kernels.reduce_encode_into([codes], "e5m2", [0], 0, codes, threads=n),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"threads is {threads}; allowed: 1 to 1024, or None"):
+            call(threads)
+        with pytest.raises(TypeError, match=r"threads is 2\.0; it must be an int or None"):
+            call(2.0)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2ftz", "int4", "mxfp4"])
+def test_the_default_device_changes_nothing(name: str) -> None:
+    x, codes = torch.randn(70), torch.zeros(70, dtype=torch.uint8)
+    table_of.cache_clear()
+    native._described.cache_clear()
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        out = torch.empty(70, dtype=torch.float64, device="cpu")
+        packed = encode(x, name)
+        kernels.reduce_encode_into([codes, codes], "e4m3", [0, 1], 3, codes)
+        return [
+            quantize(x, name, rounding="stochastic"),
+            decode(packed, name, 70, out=out),
+            encode(x, name, rounding="stochastic"),
+            kernels.largest_magnitudes(x),
+            codes,
+            ng.matmul(x[None], x[:, None], accumulate="e5m2", rounding="stochastic"),
+        ]
+
+    with torch.device("meta"):
+        first = run()
+    for a, b in zip(first, run(), strict=True):
+        assert a.device.type == "cpu"
+        assert torch.equal(a, b)

@@ -81,7 +81,7 @@ def random_key(rounding: str, generator: torch.Generator | None) -> Tensor | Non
     if rounding != "stochastic":
         return None
     if generator is None:
-        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     return torch.randint(
         0, 2**63 - 1, (1,), dtype=torch.int64, generator=generator, device=generator.device
     ).cpu()

@@ -144,7 +144,7 @@ class FloatFormat:
         Raises:
             ValueError: the format is wider than 16 bits.
         """
-        return _table(self)
+        return table_of(self).clone()
 
     @property
     def _bias(self) -> int:
@@ -290,7 +290,7 @@ class IntFormat:
 
     def values(self) -> torch.Tensor:
         """Values of all codes, in the order of the codes: float32 of shape ``(2**bits,)``."""
-        return _table(self)
+        return table_of(self).clone()
 
     @property
     def name(self) -> str:
@@ -420,11 +420,12 @@ def _torch_dtypes() -> dict[Format, torch.dtype]:
 
 
 @cache
-def _table(format: FloatFormat | IntFormat) -> torch.Tensor:
+def table_of(format: FloatFormat | IntFormat) -> torch.Tensor:
+    """Its ``values()``, always the same tensor, which nobody may change."""
     if format.bits > 16:
         raise ValueError(f"{format.name} has 2**{format.bits} values; listed only up to 16 bits")
-    codes = range(2**format.bits)
-    return torch.tensor([format.value_of(code) for code in codes], dtype=torch.float32)
+    values = [format.value_of(code) for code in range(2**format.bits)]
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _unknown(name: str) -> ValueError:

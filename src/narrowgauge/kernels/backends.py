@@ -158,7 +158,14 @@ class Reference:
             out.copy_(total.view(torch.uint8))
             return False
         return self.encode(
-            total, out, grid, "nearest-even", None, torch.tensor([scale_out]), 0, threads
+            total,
+            out,
+            grid,
+            "nearest-even",
+            None,
+            torch.tensor([scale_out], device="cpu"),
+            0,
+            threads,
         )
 
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:

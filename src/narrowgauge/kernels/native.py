@@ -14,7 +14,7 @@ from typing import Any
 import torch  # before the library, which then shares torch's OpenMP threads
 from torch import Tensor
 
-from narrowgauge.formats import BlockFormat, format_of
+from narrowgauge.formats import BlockFormat, format_of, table_of
 from narrowgauge.kernels.grid import ROUNDINGS, Grid, Sums
 
 MISSING = (
@@ -117,7 +117,7 @@ def _described(grid: Grid) -> tuple[_Grid, Tensor | None]:
         | grid.has_nan << 4
     )
     simple = grid.integer or (grid.subnormals and grid.signed and grid.min_exponent >= -126)
-    table = None if simple or grid.bits > 16 else format.values()
+    table = None if simple or grid.bits > 16 else table_of(format)
     described = _Grid(
         grid.mantissa_bits,
         grid.min_exponent,

@@ -228,7 +228,7 @@ def _decode_into(
         threads = raw.threads_for(out.numel())
         current().decode(codes, out.view(-1), grid, scales, block_size, 1.0, threads)
     else:
-        wide = torch.empty(out.shape, dtype=torch.float32)
+        wide = torch.empty(out.shape, dtype=torch.float32, device="cpu")
         _decode_into(codes, wide, grid, scales, block_size)
         out.copy_(wide)
 

@@ -18,6 +18,7 @@ from narrowgauge.kernels.backends import current
 from narrowgauge.kernels.grid import Grid, grid_of
 
 MAX_EXPONENT = 126
+_MOST_THREADS = 1024
 _PARALLEL = 64 * 1024  # elements; below it waking a second thread costs more than it brings
 
 
@@ -28,6 +29,16 @@ class UnrepresentableNaN(ValueError):
 def threads_for(numel: int) -> int:
     """The number of threads to use: torch's, and 1 for fewer than 64 Ki elements."""
     return torch.get_num_threads() if numel >= _PARALLEL else 1
+
+
+def _threads(threads: int | None, numel: int) -> int:
+    if threads is None:
+        return threads_for(numel)
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise TypeError(f"threads is {threads!r}; it must be an int or None")
+    if not 1 <= threads <= _MOST_THREADS:
+        raise ValueError(f"threads is {threads}; allowed: 1 to {_MOST_THREADS}, or None")
+    return threads
 
 
 def _grid(format: FormatLike) -> Grid:
@@ -78,7 +89,7 @@ def largest_magnitudes(
     Args:
         x: float32, contiguous, on the CPU.
         block_size: consecutive elements per block (the last may be shorter); ``None``: all one.
-        threads: ``None`` for torch's number, or 1 if ``x`` is small.
+        threads: 1 to 1024; ``None`` for torch's number, or 1 if ``x`` is small.
 
     Returns:
         int32 of one element per block; a whole empty tensor gives 0.
@@ -88,8 +99,8 @@ def largest_magnitudes(
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     numel = x.numel()
     blocks = 1 if block_size is None else -(-numel // block_size)
-    out = torch.empty(blocks, dtype=torch.int32)
-    current().largest_magnitudes(x, out, block_size or 0, threads or threads_for(numel))
+    out = torch.empty(blocks, dtype=torch.int32, device="cpu")
+    current().largest_magnitudes(x, out, block_size or 0, _threads(threads, numel))
     return out
 
 
@@ -115,9 +126,9 @@ def encode_into(
     if grid.bits == 32:
         out.copy_(x.view(-1).view(torch.uint8))
         return
-    scales = None if exponent == 0 else torch.tensor([scale], dtype=torch.float32)
+    scales = None if exponent == 0 else torch.tensor([scale], dtype=torch.float32, device="cpu")
     spoilt = current().encode(
-        x.view(-1), out, grid, "nearest-even", None, scales, 0, threads or threads_for(x.numel())
+        x.view(-1), out, grid, "nearest-even", None, scales, 0, _threads(threads, x.numel())
     )
     if spoilt:
         raise spoilt_error(grid)
@@ -146,10 +157,8 @@ def decode_into(
     scale = _scale(grid, -exponent)
     _check(out, "out", torch.float32)
     _check(codes, "codes", torch.uint8, packed_bytes(out.numel(), grid.bits))
-    scales = None if exponent == 0 else torch.tensor([scale], dtype=torch.float32)
-    current().decode(
-        codes, out.view(-1), grid, scales, 0, factor, threads or threads_for(out.numel())
-    )
+    scales = None if exponent == 0 else torch.tensor([scale], dtype=torch.float32, device="cpu")
+    current().decode(codes, out.view(-1), grid, scales, 0, factor, _threads(threads, out.numel()))
 
 
 def _senders(
@@ -189,9 +198,7 @@ def reduce_into(
     grid = _grid(format)
     _check(out, "out", torch.float32)
     senders, scales = _senders(codes, grid, exponents, out.numel())
-    current().reduce(
-        senders, out.view(-1), grid, scales, factor, threads or threads_for(out.numel())
-    )
+    current().reduce(senders, out.view(-1), grid, scales, factor, _threads(threads, out.numel()))
 
 
 def reduce_encode_into(
@@ -234,7 +241,7 @@ def reduce_encode_into(
         scales,
         _scale(grid, exponent_out),
         factor,
-        threads or threads_for(numel),
+        _threads(threads, numel),
     )
     if spoilt:
         raise spoilt_error(grid)

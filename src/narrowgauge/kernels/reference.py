@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import BlockFormat, format_of
+from narrowgauge.formats import BlockFormat, format_of, table_of
 from narrowgauge.kernels.grid import Grid, Sums
 
 _MANTISSA = 2**52 - 1
@@ -196,7 +196,7 @@ def decode(codes: Tensor, grid: Grid, numel: int) -> Tensor:
         return codes.clone().view(torch.float32)
     format = format_of(grid.name)
     assert not isinstance(format, BlockFormat)
-    return format.values().to(codes.device)[unpack(codes, numel, grid.bits)]
+    return table_of(format).to(codes.device)[unpack(codes, numel, grid.bits)]
 
 
 def scaled(values: Tensor, scales: Tensor | None, block_size: int, factor: float) -> Tensor:
@@ -214,7 +214,8 @@ def reduce(
     """Sum of the senders' scaled values, in order, in float32, times ``factor``."""
     total: Tensor | None = None
     for each, scale in zip(codes, scales, strict=True):
-        value = decode(each, grid, numel) * torch.tensor(scale, dtype=torch.float32)
+        value = decode(each, grid, numel)
+        value = value * torch.tensor(scale, dtype=torch.float32, device=value.device)
         total = value if total is None else total + value
     assert total is not None
     return scaled(total, None, 0, factor)
@@ -323,7 +324,8 @@ def matmul(a: Tensor, b: Tensor, sums: Sums, key: Tensor | None) -> Tensor:
     shape = (batch, rows, columns)
     chunks = -(-depth // sums.chunk)
     roundings = depth * (sums.multiply is not None) + chunks * (4 if sums.compensated else 1)
-    row, column = torch.arange(batch * rows)[:, None], torch.arange(columns)
+    row = torch.arange(batch * rows, device=a.device)[:, None]
+    column = torch.arange(columns, device=a.device)
     sequence = row * -(-columns // _ROW) + column // _ROW
     index = (sequence * roundings * _ROW + column % _ROW).view(shape).to(a.device)
 
