@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -79,3 +83,57 @@ def test_demo_refuses_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None
     result = runner.invoke(app, ["demo", "--ranks", "3", "--output", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert "cannot be shared equally by 3 ranks" in result.stderr
+
+
+def test_version_is_shown() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"narrowgauge {version('narrowgauge')}\n"
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_what_a_format_refuses_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(name: str) -> None:
+        raise error(f"{name} is [/b] refused")
+
+    monkeypatch.setattr("narrowgauge.cli.format_of", refuse)
+    result = runner.invoke(app, ["formats", "e4m3"])
+    assert result.exit_code == 2
+    assert result.stderr == "e4m3 is [/b] refused\n"
+
+
+def test_output_that_knows_only_ascii_gets_question_marks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowgauge.cli", "formats", "e3m0"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"-?" in done.stdout  # -∞
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+@pytest.mark.parametrize("arguments", [["formats"], ["--version"]])
+def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "narrowgauge.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "the output cannot be written: No space left on device\n"
+
+
+def test_doctor_reports_missing_packages() -> None:
+    program = (
+        "import sys; sys.modules.update(sklearn=None, matplotlib=None); sys.argv[1:] = ['doctor']; "
+        "from narrowgauge.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install scikit-learn" in done.stdout
+    assert "pip install matplotlib" in done.stdout

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from narrowgauge.demo import DataError, Settings, run
 from narrowgauge.demo.data import load_images
+from narrowgauge.demo.results import finished
 from narrowgauge.demo.settings import variants
 from narrowgauge.demo.training import Network, ring_bytes
 
@@ -182,3 +183,92 @@ def test_idx_files_are_read_packed_or_not(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match="has no train-labels-idx1-ubyte"):
         load_images(str(tmp_path))
+
+
+def write_data(folder: Path) -> None:
+    for part in ("train", "t10k"):
+        write_idx(folder / f"{part}-images-idx3-ubyte", torch.zeros(2, 8, 8, dtype=torch.int64))
+        write_idx(folder / f"{part}-labels-idx1-ubyte", torch.tensor([3, 9]))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("train-images-idx3-ubyte", torch.zeros(2, 1, 1), "images of 1 x 1 pixels; allowed: at"),
+        ("t10k-images-idx3-ubyte", torch.zeros(0, 8, 8), "holds no images"),
+        ("train-images-idx3-ubyte", torch.zeros(2, 0, 8), "images of 0 x 8 pixels"),
+        ("t10k-labels-idx1-ubyte", torch.tensor([3, 10]), "the label 10; allowed: 0 to 9"),
+        ("train-labels-idx1-ubyte", torch.zeros(0), "holds no labels"),
+    ],
+)
+def test_idx_files_that_cannot_be_used(
+    tmp_path: Path, name: str, values: torch.Tensor, problem: str
+) -> None:
+    write_data(tmp_path)
+    write_idx(tmp_path / name, values.long())
+    with pytest.raises(DataError, match=re.escape(problem)) as caught:
+        load_images(str(tmp_path))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    packed = gzip.compress(path.read_bytes())
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=f"{re.escape(str(path))} .* starts with nothing"):
+        load_images(str(tmp_path))
+    path.unlink()
+    path = path.with_name(path.name + ".gz")
+    for damaged in (packed[:-9], packed[:10] + b"\xff" * 20, b"no gzip", packed[:-5] + b"12345"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"{re.escape(str(path))} cannot be read: "):
+            load_images(str(tmp_path))
+
+
+def result(variant: str, seed: int = 0) -> dict[str, object]:
+    return {
+        "settings": Settings(steps=2).as_dict(),
+        "variant": variant,
+        "seed": seed,
+        "accuracy": 0.5,
+        "parameters": 10,
+        "step_seconds": None,
+        "bytes_sent_per_step": 10.0,
+        "codec_seconds_per_step": 0.0,
+        "round_off_error": None,
+        "loss_curve": [[1, 2.0], [2, None]],
+        "accuracy_curve": [[1, 0.1], [2, 0.5]],
+        "environment": {"torch": "2.0", "cores": 2, "threads_per_rank": 1, "kernels": "native"},
+    }
+
+
+def test_lines_that_are_no_results_are_ignored_and_counted(tmp_path: Path) -> None:
+    good = result("float32")
+    lines = ["123", "null", "[]", '"x"', "{}", "[" * 100_000, '{"settings": {', "\ufffd"]
+    lines += [json.dumps({**good, "variant": []}), json.dumps({**good, "seed": None})]
+    lines += [json.dumps({**good, "loss_curve": [[1]]}), json.dumps({**good, "environment": {}})]
+    lines += [json.dumps({key: good[key] for key in good if key != left}) for left in good]
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join([*lines, json.dumps(good), ""]))
+    runs, ignored = finished(path, Settings(steps=2))
+    assert runs == {("float32", 0): good}
+    assert ignored == len(lines)
+
+
+def test_report_of_a_folder_named_like_markup(tmp_path: Path) -> None:
+    output = tmp_path / "o[/b]"
+    output.mkdir(parents=True)
+    complete = [json.dumps(result(variant.key)) for variant in variants("local")]
+    (output / "results.jsonl").write_text("\n".join(["123", *complete, '{"variant": [']))
+    printed = io.StringIO()
+    report = run(
+        Settings(steps=2), seeds=1, output=output, console=Console(file=printed, width=500)
+    )
+    assert f"2 lines of {output}/results.jsonl ignored: no complete result." in printed.getvalue()
+    assert f"Report: {output}/report.html" in printed.getvalue()
+    page = report.read_text(encoding="utf-8")
+    assert "<title>Gradients in narrow formats: scikit-learn digits</title>" in page
+    assert re.search(
+        r"Made on \d{4}-\d\d-\d\d .* with narrowgauge [\d.]+\S* and torch 2.0. Data set: ", page
+    )

@@ -57,6 +57,16 @@ def test_figures_are_drawn_for_light_and_dark(tmp_path: Path) -> None:
     assert figure.save(tmp_path / "figure.png").read_bytes() == figure.light
 
 
+def test_labels_and_cells_are_no_markup() -> None:
+    label = "$x_{[/b]$"
+    series = [report.Series(label, [1, 2], [1.0, 2.0])]
+    figure = report.curves(series, caption="c", x_label=label, y_label=label)
+    assert figure.light.startswith(PNG)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.Table(label, [label], [[label]], [label]).rich())
+    assert console.export_text().count(label) == 4
+
+
 def test_number_lines_refuse_wide_formats() -> None:
     assert report.number_lines(["e3m0", "int4"], caption="c").light.startswith(PNG)
     with pytest.raises(ValueError, match="bf16 cannot be drawn"):

@@ -6,8 +6,13 @@ Imports that take time (torch's launcher, scikit-learn) are made by the command 
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import io
 import math
+import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -43,6 +48,24 @@ class ScaleChoice(str, enum.Enum):
 
     local = "local"
     shared = "shared"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        _console.print(f"narrowgauge {version('narrowgauge')}", markup=False, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """What can be said before a command."""
 
 
 @app.command()
@@ -82,6 +105,8 @@ def demo(
         _fail(str(stopped), 128 + stopped.signal)
     except demo_package.RanksFailedError as error:
         _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        _fail(f"{error}; narrowgauge doctor says what is missing and how to get it", 2)
     except (demo_package.DataError, ValueError, OSError) as error:
         _fail(str(error), 2)
 
@@ -103,17 +128,17 @@ def formats(
         return
     try:
         format = format_of(name)
-    except ValueError as error:
+        scalar = format.element if isinstance(format, BlockFormat) else format
+        table, details = _format_table([format]), _details(format)
+        values = _value_lines(scalar, _console.width) if scalar.bits <= 8 else None
+    except (ValueError, TypeError, OverflowError) as error:
         _fail(str(error), 2)
-    _console.print(_format_table([format]).rich())
-    for line in _details(format):
+    _console.print(table.rich())
+    for line in details:
         _console.print(line, markup=False, highlight=False)
-    scalar = format.element if isinstance(format, BlockFormat) else format
-    if scalar.bits <= 8:
+    if values is not None:
         _console.print(f"\nCodes and values of {scalar.name}:", markup=False)
-        _console.print(
-            _value_lines(scalar, _console.width), markup=False, highlight=False, soft_wrap=True
-        )
+        _console.print(values, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -134,11 +159,30 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the ``narrowgauge`` command."""
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a "?" rather than no table at all
+            stream.reconfigure(errors="replace")
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # What could not be written is still in the buffer: Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error.__context__, SystemExit) or not error.__context__.code:
+            _complain(f"the output cannot be written: {error.strerror or error}")
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    with contextlib.suppress(OSError):  # nobody can be told
+        _errors.print(Text(message), soft_wrap=True)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    _errors.print(Text(message), soft_wrap=True)
+    _complain(message)
     raise typer.Exit(code)
 
 

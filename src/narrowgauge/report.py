@@ -17,16 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure as MatplotlibFigure
-from matplotlib.ticker import FuncFormatter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from narrowgauge.formats import FloatFormat, FormatLike, IntFormat, format_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+    _Draw = Callable[[MatplotlibFigure, str], None]
 
 # Okabe and Ito's colours: told apart by colour-blind readers too. The first is the text colour.
 _COLOURS = ["", "#999999", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9"]
@@ -62,7 +65,7 @@ class Table:
     def rich(self) -> RichTable:
         """The table for a terminal, to be printed with ``rich.console.Console().print``."""
         table = RichTable(
-            title=self.title,
+            title=Text(self.title, style="table.title"),  # Text: nothing here is markup
             title_justify="left",
             caption_justify="left",
             box=SIMPLE_HEAD,
@@ -72,12 +75,12 @@ class Table:
         for position, column in enumerate(self.columns):
             first = position == 0
             table.add_column(
-                column, justify="left" if first else "right", vertical="bottom", no_wrap=first
+                Text(column), justify="left" if first else "right", vertical="bottom", no_wrap=first
             )
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(Text(cell) for cell in row))
         if self.notes:
-            table.caption = "\n".join(self.notes)
+            table.caption = Text("\n".join(self.notes), style="table.caption")
         return table
 
     def markdown(self) -> str:
@@ -193,14 +196,14 @@ def curves(
                 color=colour,
                 linestyle="--" if line.dashed else "-",
                 linewidth=1.6,
-                label=line.label,
+                label=_plain(line.label),
             )
             if line.low is not None and line.high is not None:
                 axes.fill_between(
                     line.x, line.low, line.high, color=colour, alpha=0.12, linewidth=0
                 )
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set_xlabel(_plain(x_label))
+        axes.set_ylabel(_plain(y_label))
         axes.set_yscale("log" if log_y else "linear")
         if y_range is not None:
             axes.set_ylim(*y_range)
@@ -222,6 +225,8 @@ def number_lines(formats: Sequence[FormatLike], *, caption: str) -> Figure:
     Raises:
         ValueError: a format is wider than 8 bits or a block format; too dense to be drawn.
     """
+    from matplotlib.ticker import FuncFormatter
+
     narrow = []
     for like in formats:
         format = format_of(like)
@@ -323,7 +328,16 @@ def _power_of_two(value: float, _: int | None = None) -> str:
     return f"$2^{{{round(math.log2(value))}}}$" if value > 0 else "0"
 
 
+def _plain(text: str) -> str:
+    """Text that matplotlib shows as it is: a dollar sign begins no formula."""
+    return text.replace("$", "\\$")
+
+
 def _figure(draw: _Draw, caption: str, *, size: tuple[float, float]) -> Figure:
+    # Imported only here: who draws nothing, such as the doctor, can do without matplotlib.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as MatplotlibFigure
+
     pictures = []
     for background, text in (("white", "#1c1e21"), ("#16181b", "#e4e6e8")):
         colours: dict[Any, Any] = {
@@ -349,11 +363,6 @@ def _figure(draw: _Draw, caption: str, *, size: tuple[float, float]) -> Figure:
 def _inline(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Draw = Callable[[MatplotlibFigure, str], None]
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --quiet: #5d646b; --line: #d9dde1;

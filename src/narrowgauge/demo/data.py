@@ -9,13 +9,12 @@ from __future__ import annotations
 import gzip
 import math
 import struct
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.nn.functional import avg_pool2d
 
 _IDX_FILES = {
@@ -24,6 +23,8 @@ _IDX_FILES = {
     "test images": "t10k-images-idx3-ubyte",
     "test labels": "t10k-labels-idx1-ubyte",
 }
+_CLASSES = 10
+_SMALLEST_SIDE = 8  # of an image, in pixels: halved, then pooled twice by the network
 _FASHION_FOLDERS = (
     "fashion-mnist",
     "data/fashion-mnist",
@@ -81,25 +82,35 @@ def load_images(data: str) -> Images:
                 f"{', '.join(_FASHION_FOLDERS)}. {HOW_TO_GET_FASHION_MNIST}"
             )
         return _idx_images(folder, "Fashion-MNIST")
-    folder = Path(data).expanduser()
+    folder = _expanded(data)
     if not folder.is_dir():
         raise DataError(
             f"{data!r} is neither a known data set (digits, fashion-mnist) nor a folder. "
             f"{HOW_TO_GET_FASHION_MNIST}"
         )
-    return _idx_images(folder, folder.name)
+    # A name that is no UTF-8 could not be written into the report.
+    name = folder.resolve().name.encode("utf-8", "replace").decode("utf-8")
+    return _idx_images(folder, name or str(folder))
 
 
 def find_fashion_mnist() -> Path | None:
     """The folder with Fashion-MNIST's IDX files, or ``None`` if no usual place has them."""
     for place in _FASHION_FOLDERS:
-        folder = Path(place).expanduser()
+        folder = _expanded(place)
         if all(_idx_path(folder, name) for name in _IDX_FILES.values()):
             return folder
     return None
 
 
 def _digits() -> Images:
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise DataError(
+            f"the demo's digits come with scikit-learn, which cannot be imported ({error}): pip "
+            "install scikit-learn, or pass a folder with IDX files: narrowgauge demo --data FOLDER"
+        ) from error
     digits = load_digits()
     # 360 of the 1797 images are for testing, the same ones whatever the seed of a run is.
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -126,7 +137,7 @@ def _idx_images(folder: Path, name: str) -> Images:
             raise DataError(
                 f"{folder} has no {file_name} (nor {file_name}.gz). {HOW_TO_GET_FASHION_MNIST}"
             )
-        parts[part] = _read_idx(path, dimensions=3 if part.endswith("images") else 1)
+        parts[part] = _read_images(path) if part.endswith("images") else _read_labels(path)
     for split in ("train", "test"):
         images, labels = parts[f"{split} images"], parts[f"{split} labels"]
         if len(images) != len(labels):
@@ -148,11 +159,44 @@ def _halved(images: torch.Tensor) -> torch.Tensor:
     return avg_pool2d(images[:, None].float() / 255, 2)
 
 
+def _expanded(place: str) -> Path:
+    """The path with its ``~`` replaced; as it is, if there is no such home."""
+    try:
+        return Path(place).expanduser()
+    except RuntimeError:
+        return Path(place)
+
+
 def _idx_path(folder: Path, name: str) -> Path | None:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
     return None
+
+
+def _read_images(path: Path) -> torch.Tensor:
+    images = _read_idx(path, dimensions=3)
+    count, height, width = images.shape
+    if count == 0:
+        raise DataError(f"{path} holds no images; at least one is needed")
+    if min(height, width) < _SMALLEST_SIDE:
+        raise DataError(
+            f"{path} holds images of {height} x {width} pixels; allowed: at least "
+            f"{_SMALLEST_SIDE} x {_SMALLEST_SIDE}"
+        )
+    return images
+
+
+def _read_labels(path: Path) -> torch.Tensor:
+    labels = _read_idx(path, dimensions=1)
+    if len(labels) == 0:
+        raise DataError(f"{path} holds no labels; at least one is needed")
+    if int(labels.max()) >= _CLASSES:
+        raise DataError(
+            f"{path} holds the label {int(labels.max())}; allowed: 0 to {_CLASSES - 1}, the "
+            f"network of the demo tells {_CLASSES} classes apart"
+        )
+    return labels
 
 
 def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
@@ -161,7 +205,7 @@ def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     header = 4 + 4 * dimensions
     expected = 0x0800 + dimensions
@@ -177,4 +221,6 @@ def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
             f"{path} is damaged: {len(content) - header} bytes of data where its header promises "
             f"{math.prod(sizes)}"
         )
+    if math.prod(sizes) == 0:
+        return torch.zeros(sizes, dtype=torch.uint8)  # frombuffer refuses empty buffers
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(sizes)

@@ -8,14 +8,13 @@ goes on where it stopped.
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
 import logging
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from narrowgauge.demo.data import DataError, load_images
+from narrowgauge.demo.results import end_last_line, finished, json_lines
 from narrowgauge.demo.settings import Settings, Variant, variants
 from narrowgauge.demo.summary import comparison, write_report
 from narrowgauge.demo.training import train_ranks
@@ -73,6 +73,7 @@ def run(
 
     Raises:
         ValueError: ``seeds`` is below 1.
+        ModuleNotFoundError: matplotlib is not there; found before anything is trained.
         DataError: the data is not there.
         RanksFailedError: a rank failed.
         StoppedBySignalError: stopped by SIGINT, SIGTERM, SIGHUP or SIGQUIT; no rank is left.
@@ -80,6 +81,7 @@ def run(
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; at least 1 is needed")
     console = console or Console()
+    importlib.import_module("matplotlib")
     images = load_images(settings.data)  # fails here, readably, rather than in every rank
     if len(images.train_labels) < settings.batch:
         raise DataError(
@@ -91,42 +93,36 @@ def run(
     results = output / _RESULTS
     if fresh:
         results.unlink(missing_ok=True)
-    _end_last_line(results)
+    end_last_line(results)
     all_variants = variants(settings.scale)
     wanted = [(variant, seed) for seed in range(seeds) for variant in all_variants]
-    finished = _finished(results, settings)
-    missing = [(variant, seed) for variant, seed in wanted if (variant.key, seed) not in finished]
-    if finished and missing:
+    runs, left_out = finished(results, settings)
+    if left_out:
+        console.print(
+            f"{left_out} line{'s' * (left_out > 1)} of {results} ignored: no complete result.",
+            markup=False,
+            soft_wrap=True,
+        )
+    missing = [(variant, seed) for variant, seed in wanted if (variant.key, seed) not in runs]
+    if runs and missing:
         console.print(
             f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {results} already; "
-            "--fresh starts over."
+            "--fresh starts over.",
+            markup=False,
         )
     elif not missing:
-        console.print(f"All runs are in {results} already; --fresh starts over.")
+        console.print(f"All runs are in {results} already; --fresh starts over.", markup=False)
     if missing:
         _launch(settings, wanted, missing, output, console)
-        finished = _finished(results, settings)
-    chosen = [finished[variant.key, seed] for variant, seed in wanted]
-    console.print(comparison(settings, images.name, all_variants, chosen).rich())
+        runs, _ = finished(results, settings)
+    lost = [f"{v.key}, seed {seed}" for v, seed in wanted if (v.key, seed) not in runs]
+    if lost:
+        raise RanksFailedError(f"{results} lacks runs that were made: {'; '.join(lost)}")
+    chosen = [runs[variant.key, seed] for variant, seed in wanted]
     report = write_report(output, settings, images.name, all_variants, chosen)
-    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    console.print(comparison(settings, images.name, all_variants, chosen).rich())
+    console.print(f"Report: {report.resolve()}", markup=False, soft_wrap=True)
     return report
-
-
-def _finished(results: Path, settings: Settings) -> dict[tuple[str, int], dict[str, Any]]:
-    """The runs of ``results`` made with these settings, by variant and seed."""
-    finished = {}
-    for entry in _lines(results):
-        if entry.get("settings") == settings.as_dict():
-            finished[entry["variant"], entry["seed"]] = entry
-    return finished
-
-
-def _end_last_line(path: Path) -> None:
-    """Sets what comes next apart from a last line that was cut short when it was written."""
-    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
 
 
 def _launch(
@@ -159,7 +155,10 @@ def _launch(
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if not console.is_terminal:
-        console.print(f"{len(missing)} runs of {settings.steps} steps on {settings.ranks} ranks:")
+        console.print(
+            f"{len(missing)} runs of {settings.steps} steps on {settings.ranks} ranks:",
+            markup=False,
+        )
     with _signal_handlers_kept(), _watch(settings, wanted, missing, progress, console):
         try:
             elastic_launch(config, train_ranks)(settings, missing, output / _RESULTS, progress)
@@ -212,18 +211,21 @@ def _watch(
 
         def follow() -> None:
             seen = 0
-            finished = done_before
+            done = done_before
             while True:
                 last_look = stop.is_set()
-                events = _lines(progress)
+                events = json_lines(progress)
+                if events and events[-1] is None:  # a line that is still being written
+                    events.pop()
                 for event in events[seen:]:
                     label = f"{labels[event['variant']]}, seed {event['seed']}"
                     bars.update(current, description=label, completed=event["step"])
                     if event["step"] == settings.steps:
-                        finished += 1
-                        bars.update(total, completed=finished)
+                        done += 1
+                        bars.update(total, completed=done)
                         if not console.is_terminal:
-                            console.print(f"[{finished}/{len(wanted)}] {label}", markup=False)
+                            with contextlib.suppress(OSError):  # told by the next print
+                                console.print(f"[{done}/{len(wanted)}] {label}", markup=False)
                 seen = len(events)
                 if last_look:
                     return
@@ -248,14 +250,3 @@ def _explain(error: ChildFailedError, logs: Path) -> str:
         f"Rank {rank} failed (exit code {failure.exitcode}): {message}\n"
         f"What the ranks printed is in {logs}."
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON lines file; a last line that is still being written is left out."""
-    if not path.exists():
-        return []
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            entries.append(json.loads(line))
-    return entries

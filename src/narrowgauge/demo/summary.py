@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,7 @@ def write_report(
     (output / "table.md").write_text(table.markdown(), encoding="utf-8")
     return write_html(
         output / "report.html",
-        title="Gradients in narrow formats",
+        title=f"Gradients in narrow formats: {data}",
         introduction=[
             "Data-parallel training sends every gradient over the network in every step. Here one "
             "small convolutional network was trained several times from the same initial weights, "
@@ -128,8 +130,18 @@ def write_report(
             "rounds nothing, and divides by it afterwards.",
             "All ranks ran on one machine, where sending is nearly free: read the bytes as what a "
             "slower network would be spared, not the step times as what it would gain.",
+            _made_with(data, runs),
         ],
         parts=[table, *drawn.values()],
+    )
+
+
+def _made_with(data: str, runs: Sequence[dict[str, Any]]) -> str:
+    """When, with what and from what the page was made."""
+    torch = ", ".join(sorted({run["environment"]["torch"] for run in runs}))
+    return (
+        f"Made on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z} with narrowgauge "
+        f"{version('narrowgauge')} and torch {torch}. Data set: {data}."
     )
 
 
