@@ -290,3 +290,25 @@ def test_e8m0_codes_equal_ml_dtypes() -> None:
     powers = torch.ldexp(torch.ones(254), torch.arange(-126, 128))
     theirs = powers.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
     assert torch.equal(encode(powers, "e8m0"), torch.from_numpy(theirs))
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    codes = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"codes is bytes; it must be a torch\.Tensor"):
+        decode(b"1234", "e4m3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"out is int; it must be a torch\.Tensor"):
+        decode(codes, "e4m3", out=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="exponent is float; it must be an int or an integer"):
+        encode(torch.ones(4), "e4m3", exponent=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"block_size is 2\.0; it must be an int or None"):
+        decode(codes, "e4m3", exponent=codes[:2], block_size=2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4"])
+def test_negative_views_are_encoded_and_decoded_into(name: str) -> None:
+    view = torch.randn(70, dtype=torch.complex64).conj().imag
+    codes = encode(view, name)
+    assert torch.equal(codes, encode(view.resolve_neg().clone(), name))
+    assert torch.equal(encode(view, name, out=torch.zeros_like(codes)), codes)
+    assert decode(codes, name, out=view) is view
+    assert torch.equal(view, decode(codes, name, 70))

@@ -446,3 +446,8 @@ def test_errors_say_what_is_allowed(backend: str) -> None:
         matmul(a, a)
     with pytest.raises(ValueError, match="batch dimensions of 2 and 3 cannot be broadcast"):
         matmul(torch.ones(2, 2, 3), torch.ones(3, 3, 4))
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(TypeError, match=r"b is list; it must be a torch\.Tensor"):
+        matmul(torch.ones(1), [1.0])  # type: ignore[arg-type]

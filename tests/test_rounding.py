@@ -347,3 +347,44 @@ def test_errors_say_what_is_allowed() -> None:
         quantize(long[:8], "e5m2", out=long[1:])
     with pytest.raises(RuntimeError, match="does not support automatic differentiation"):
         quantize(x.requires_grad_(), "e5m2", out=torch.ones(4))
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    x = torch.ones(4)
+    tensor = r"it must be a torch.Tensor \(torch.as_tensor makes one\)"
+    cases: list[tuple[object, dict[str, object], type[Exception], str]] = [
+        ([1.0], {}, TypeError, f"x is list; {tensor}"),
+        (np.ones(3), {}, TypeError, f"x is ndarray; {tensor}"),
+        (x.to_sparse(), {}, TypeError, "x is a torch.sparse_coo tensor; it must be a dense one"),
+        (x, {"generator": 1}, TypeError, "generator is int; it must be a torch.Generator or None"),
+        (x, {"out": 3}, TypeError, f"out is int; {tensor}"),
+        (x, {"overflow": True}, ValueError, "overflow is True; allowed: None, 'infinity'"),
+        (x, {"overflow": 0}, ValueError, "overflow is 0; allowed: None, 'infinity'"),
+    ]
+    for given, options, error, text in cases:
+        for function in (quantize, ng.encode):
+            with pytest.raises(error, match=text):
+                function(given, "e5m2", **options)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="x is list; it must be"):
+        quantize_([1.0], "e5m2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("rounding", ["nearest-even", "up", "stochastic"])
+def test_negative_views_are_read_and_written(name: str, rounding: str) -> None:
+    view = torch.randn(70, dtype=torch.complex64).conj().imag
+    assert view.is_neg()
+    plain = view.resolve_neg().clone()
+
+    def q(x: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(2)
+        return quantize(x, name, rounding=rounding, **options)
+
+    expected = q(plain)
+    assert torch.equal(q(view), expected)
+    assert torch.equal(q(view, out=torch.empty(70)), expected)
+    other = torch.zeros(70, dtype=torch.complex64).conj().imag
+    assert torch.equal(q(plain, out=other), expected)
+    torch.manual_seed(2)
+    assert quantize_(view, name, rounding=rounding) is view
+    assert torch.equal(view, expected)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, FormatLike, format_of
 from narrowgauge.kernels import operators
-from narrowgauge.kernels.grid import check_rounding
+from narrowgauge.kernels.grid import check_overflow, check_rounding
 from narrowgauge.kernels.raw import MAX_EXPONENT, packed_bytes
 from narrowgauge.scaling import NON_FINITE, scale_exponents
 
@@ -60,15 +60,41 @@ def _layout_of(format: FormatLike) -> Layout:
     return Layout(parsed.name, parsed.name, parsed.bits, 0, "", 0)
 
 
-def check_input(x: Tensor, rounding: str) -> None:
-    """What :func:`encode` and ``quantize`` demand of their input and rounding."""
+def check_tensor(x: Tensor, what: str) -> None:
+    """Raise ``TypeError`` unless ``x`` is a tensor whose elements lie in memory by strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{what} is {type(x).__name__}; it must be a torch.Tensor (torch.as_tensor makes one)"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{what} is a {kind} tensor; it must be a dense one (torch.strided)")
+
+
+def is_negative_view(x: Tensor) -> bool:
+    """Whether memory holds the negatives of its elements, as after ``z.conj().imag``."""
+    return not torch.compiler.is_compiling() and x.is_neg()
+
+
+def positive(x: Tensor) -> Tensor:
+    """``x``, or if it is a negative view, a copy that is none."""
+    return x.resolve_neg() if is_negative_view(x) else x
+
+
+def check_input(x: Tensor, rounding: str, overflow: str | None) -> None:
+    """What :func:`encode` and ``quantize`` demand of their input, rounding and overflow."""
+    check_tensor(x, "x")
     if x.dtype not in _FLOATS:
         raise TypeError(f"x is {x.dtype}; allowed: {', '.join(map(str, _FLOATS))}")
     check_rounding(rounding)
+    check_overflow(overflow)
 
 
 def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ValueError`` unless ``out`` can take a result of this shape, dtype and device."""
+    check_tensor(out, "out")
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
         raise ValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; the result is "
@@ -78,6 +104,10 @@ def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: tor
 
 def random_key(rounding: str, generator: torch.Generator | None) -> Tensor | None:
     """A key for stochastic rounding from the generator (``None``: torch's own), else ``None``."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {type(generator).__name__}; it must be a torch.Generator or None"
+        )
     if rounding != "stochastic":
         return None
     if generator is None:
@@ -119,6 +149,12 @@ def _scales(
     Exponents out of range become 0, which the operators refuse: a tensor's values are not known
     while torch.compile traces.
     """
+    if isinstance(block_size, bool) or not isinstance(block_size, int | None):
+        raise TypeError(f"block_size is {block_size!r}; it must be an int or None")
+    if isinstance(exponent, bool) or not isinstance(exponent, int | Tensor | None):
+        raise TypeError(
+            f"exponent is {type(exponent).__name__}; it must be an int or an integer tensor"
+        )
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     if exponent is None:
@@ -221,9 +257,9 @@ def encode(
             a NaN in ``x`` that the format cannot hold. (A block format marks the whole block: it
             decodes to NaN, as does one with an infinity.)
     """
-    check_input(x, rounding)
+    check_input(x, rounding, overflow)
     layout = _packable(format)
-    x = x.detach()
+    x = positive(x.detach())
     if out is not None:
         check_out(out, (layout.size(x.numel()),), torch.uint8, x.device)
     key = random_key(rounding, generator)
@@ -301,11 +337,14 @@ def decode(
         ValueError: the number of bytes does not fit the shape, or another argument is wrong.
     """
     layout = _packable(format)
+    check_tensor(codes, "codes")
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes is {codes.dtype}; it must be torch.uint8")
     if codes.dim() != 1:
         raise ValueError(f"codes has shape {tuple(codes.shape)}; it must be one-dimensional")
-    dtype = dtype if out is None else out.dtype
+    if out is not None:
+        check_tensor(out, "out")
+        dtype = out.dtype
     if dtype not in _FLOATS:
         raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, _FLOATS))}")
     if out is not None:
@@ -341,5 +380,8 @@ def decode(
     if out is None:
         result: Tensor = operators.decode(codes, layout.element, numel, scales, block)
         return result.view(shape).to(dtype)
+    if is_negative_view(out):  # a negative view, as torch.Tensor.imag of a conjugate
+        values = operators.decode(codes, layout.element, numel, scales, block)
+        return out.copy_(values.view(shape))
     operators.decode_out(codes, layout.element, scales, block, out)
     return out

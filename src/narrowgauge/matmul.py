@@ -208,6 +208,7 @@ def _rounded(x: Tensor, format: str | None, rounding: str, key: Tensor | None) -
 
 def _check(a: Tensor, b: Tensor, format_a: str | None, format_b: str | None) -> None:
     for name, x, format in (("a", a, format_a), ("b", b, format_b)):
+        codec.check_tensor(x, name)
         if x.dtype not in _FLOATS:
             raise TypeError(f"{name} is {x.dtype}; allowed: {', '.join(map(str, _FLOATS))}")
         if x.dtype == torch.float64 and format is None:

@@ -60,7 +60,9 @@ def quantize(
             even where the format has none. Integers always saturate; unsigned scale formats have
             no zero, so zero and negative numbers become NaN.
         generator: for stochastic rounding; ``None`` is torch's own, set by ``torch.manual_seed``.
-            The same state gives the same bits on any number of threads.
+            The same state gives the same bits on any number of threads. Under ``torch.compile``
+            they repeat with the seed as well, but a backend that draws its own random numbers, as
+            the default one does, gives other bits than without compilation.
         out: a tensor of the same shape and dtype to write into; may be ``x``. Writing into memory
             that exists is several times as fast as into fresh memory.
 
@@ -70,12 +72,12 @@ def quantize(
         negative zero, −0 becomes 0.
 
     Raises:
-        TypeError: ``x`` is not a floating-point tensor.
+        TypeError: ``x`` is not a dense floating-point tensor, or another argument's type is wrong.
         ValueError: an unknown format, rounding or overflow; an overflow that the format lacks;
             ``out`` of another shape, dtype or device, or partly the same memory as ``x``.
         RuntimeError: ``out`` is given and a gradient is asked for.
     """
-    codec.check_input(x, rounding)
+    codec.check_input(x, rounding, overflow)
     layout = codec.layout_of(format)
     if out is not None:
         codec.check_out(out, x.shape, x.dtype, x.device)
@@ -96,6 +98,9 @@ def quantize(
     if out is None:
         result: Tensor = operators.quantize(x, layout.name, rounding, overflow, key)
         return result
+    if codec.is_negative_view(out):  # a negative view, as torch.Tensor.imag of a conjugate
+        return out.copy_(operators.quantize(x, layout.name, rounding, overflow, key))
+    x = codec.positive(x)
     operators.quantize_out(x, layout.name, rounding, overflow, key, out)
     return out
 
@@ -113,6 +118,7 @@ def quantize_(
     As with torch's own in-place operations, a leaf that requires grad is refused, and the gradient
     of any other tensor passes straight through.
     """
+    codec.check_tensor(x, "x")
     if torch.is_grad_enabled() and x.requires_grad:
         rounded = quantize(x, format, rounding=rounding, overflow=overflow, generator=generator)
         return x.copy_(rounded)

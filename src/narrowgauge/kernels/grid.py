@@ -91,6 +91,14 @@ def check_rounding(rounding: str) -> None:
         raise ValueError(f"rounding is {rounding!r}; allowed: {', '.join(map(repr, ROUNDINGS))}")
 
 
+def check_overflow(overflow: str | None) -> None:
+    """Raise ``ValueError`` unless ``overflow`` is ``None`` or one of :data:`OVERFLOWS`."""
+    if overflow is not None and overflow not in OVERFLOWS:
+        raise ValueError(
+            f"overflow is {overflow!r}; allowed: None, {', '.join(map(repr, OVERFLOWS))}"
+        )
+
+
 @cache
 def grid_of(name: str, overflow: str | None = None) -> Grid:
     """The grid of a scalar format.
@@ -106,10 +114,7 @@ def grid_of(name: str, overflow: str | None = None) -> Grid:
     format = format_of(name)
     if isinstance(format, BlockFormat):
         raise ValueError(f"{name} is a block format; the kernels work on its elements' format")
-    if overflow is not None and overflow not in OVERFLOWS:
-        raise ValueError(
-            f"overflow is {overflow!r}; allowed: None, {', '.join(map(repr, OVERFLOWS))}"
-        )
+    check_overflow(overflow)
     has = {"infinity": format.has_infinity, "nan": format.has_nan, "saturate": True}
     if overflow is not None and not has[overflow]:
         raise ValueError(
