@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -188,3 +189,42 @@ def test_values_may_be_changed_by_whoever_asked_for_them(name: str) -> None:
     before = format.values()
     format.values().zero_()
     assert torch.equal(format.values().nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: FloatFormat(True, 3), "exponent_bits is True; it must be an int"),
+        (lambda: FloatFormat(4.0, 3), r"exponent_bits is 4\.0; it must be an int"),  # type: ignore[arg-type]
+        (lambda: FloatFormat(4, 3, subnormals="no"), "subnormals is 'no'; allowed: .'bool'"),  # type: ignore[arg-type]
+        (lambda: IntFormat(8.0), r"bits is 8\.0; it must be an int"),  # type: ignore[arg-type]
+        (lambda: BlockFormat(IntFormat(4), 32.0), r"block_size is 32\.0; it must be an int"),  # type: ignore[arg-type]
+        (lambda: BlockFormat("int4"), "element is 'int4'; allowed: .'FloatFormat', 'IntFormat'"),  # type: ignore[arg-type]
+    ],
+)
+def test_fields_of_a_wrong_type_are_refused_by_name(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()
+
+
+def test_integers_of_numpy_become_plain_ones() -> None:
+    format = FloatFormat(np.int64(4), np.int32(3), np.int64(11))  # type: ignore[arg-type]
+    assert format == FloatFormat(4, 3, 11)
+    assert type(format.bias) is type(format.exponent_bits) is int
+
+
+@pytest.mark.parametrize("bias", [-9999, -(10**30), 10**30])
+def test_a_bias_far_out_is_refused(bias: int) -> None:
+    with pytest.raises(ValueError, match=f"bias is {bias}; none beyond 400"):
+        FloatFormat(4, 3, bias)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["e٤m٣", "int８", "int4@３", "ue4m0finite", "int4@1:" * 2000 + "e8m0", "e4m3b" + "9" * 5000,
+     "int" + "1" * 5000, "e" + "1" * 5000 + "m3", "int4@" + "1" * 5000],
+    ids=range(9),
+)  # fmt: skip
+def test_strange_names_are_unknown(name: str) -> None:
+    with pytest.raises(ValueError, match="is unknown"):
+        format_of(name)

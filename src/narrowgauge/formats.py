@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,6 +20,18 @@ import torch
 
 Specials = Literal["ieee", "fn", "fnuz", "finite"]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _check_fields(format: object, whole: str, **other: tuple[type, ...]) -> None:
+    """Whole numbers become plain ints (numpy's are welcome); any other type is refused by name."""
+    for field in whole.split():
+        value = getattr(format, field)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{field} is {value!r}; it must be an int")
+        object.__setattr__(format, field, operator.index(value))
+    for field, types in other.items():
+        if not isinstance(value := getattr(format, field), types):
+            raise TypeError(f"{field} is {value!r}; allowed: {[t.__name__ for t in types]}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class FloatFormat:
         signed: ``False`` only for scale formats such as ``e8m0`` (OCP MX): no sign, no zero.
 
     Raises:
+        TypeError: a field is of the wrong type.
         ValueError: a field is out of range, or the format's values do not all fit into float32.
     """
 
@@ -53,6 +67,9 @@ class FloatFormat:
     signed: bool = True
 
     def __post_init__(self) -> None:
+        bias = "" if self.bias is None else "bias"
+        whole = f"exponent_bits mantissa_bits {bias}"
+        _check_fields(self, whole, subnormals=(bool,), signed=(bool,))
         if not 1 <= self.exponent_bits <= 8:
             raise ValueError(f"exponent_bits is {self.exponent_bits}; allowed: 1 to 8")
         if not 0 <= self.mantissa_bits <= 23:
@@ -61,6 +78,8 @@ class FloatFormat:
             raise ValueError(f"specials is {self.specials!r}; allowed: {get_args(Specials)}")
         if self.bias is None:
             object.__setattr__(self, "bias", self._usual_bias)
+        if abs(self._bias) > 400:
+            raise ValueError(f"bias is {self.bias}; none beyond 400 keeps values inside of float32")
         if not self.signed and (self.mantissa_bits or self.specials != "fn" or self.subnormals):
             raise ValueError(
                 "an unsigned format is a scale: it needs mantissa_bits=0, specials='fn', "
@@ -256,6 +275,7 @@ class IntFormat:
     bits: int
 
     def __post_init__(self) -> None:
+        _check_fields(self, "bits")
         if not 2 <= self.bits <= 16:
             raise ValueError(f"bits is {self.bits}; an integer format has 2 to 16 bits")
 
@@ -323,6 +343,7 @@ class BlockFormat:
     scale: FloatFormat = FloatFormat(8, 0, None, "fn", False, False)
 
     def __post_init__(self) -> None:
+        _check_fields(self, "block_size", element=(FloatFormat, IntFormat), scale=(FloatFormat,))
         if self.element.bits > 16 or not self.element.signed:
             raise ValueError(
                 f"{self.element.name} cannot be a block's element; allowed: signed formats of at "
@@ -360,38 +381,28 @@ FormatLike: TypeAlias = Format | str | torch.dtype
 def known_formats() -> dict[str, Format]:
     """The formats with a name of their own, by name; any other is spelt ``eXmY…`` or ``intN``."""
     e5m2, e4m3fn = FloatFormat(5, 2), FloatFormat(4, 3, specials="fn")
-    e2m3fn = FloatFormat(2, 3, specials="finite")
-    e3m2fn = FloatFormat(3, 2, specials="finite")
-    e2m1fn = FloatFormat(2, 1, specials="finite")
+    small = [FloatFormat(e, m, specials="finite") for e, m in ((2, 3), (3, 2), (2, 1))]
+    e2m3fn, e3m2fn, e2m1fn = small  # ml_dtypes and OCP call them "fn"; they have no NaN either
     return {
-        "fp32": FloatFormat(8, 23),
-        "tf32": FloatFormat(8, 10),
-        "bf16": FloatFormat(8, 7),
-        "fp16": FloatFormat(5, 10),
-        "e5m2": e5m2,
-        "e4m3": FloatFormat(4, 3),
-        "e4m3fn": e4m3fn,
+        "fp32": FloatFormat(8, 23), "tf32": FloatFormat(8, 10), "bf16": FloatFormat(8, 7),
+        "fp16": FloatFormat(5, 10), "e5m2": e5m2, "e4m3": FloatFormat(4, 3), "e4m3fn": e4m3fn,
         "e5m2fnuz": FloatFormat(5, 2, specials="fnuz"),
         "e4m3fnuz": FloatFormat(4, 3, specials="fnuz"),
-        "e3m4": FloatFormat(3, 4),
-        "e3m0": FloatFormat(3, 0),
-        # ml_dtypes and OCP call these "fn" although they have no NaN either.
-        "e2m3fn": e2m3fn,
-        "e3m2fn": e3m2fn,
-        "e2m1fn": e2m1fn,
+        "e3m4": FloatFormat(3, 4), "e3m0": FloatFormat(3, 0),
+        "e2m3fn": e2m3fn, "e3m2fn": e3m2fn, "e2m1fn": e2m1fn,
         "e8m0": FloatFormat(8, 0, None, "fn", False, False),
-        "int8": IntFormat(8),
-        "int4": IntFormat(4),
-        "mxfp8_e5m2": BlockFormat(e5m2),
-        "mxfp8_e4m3": BlockFormat(e4m3fn),
-        "mxfp6_e3m2": BlockFormat(e3m2fn),
-        "mxfp6_e2m3": BlockFormat(e2m3fn),
+        "int8": IntFormat(8), "int4": IntFormat(4),
+        "mxfp8_e5m2": BlockFormat(e5m2), "mxfp8_e4m3": BlockFormat(e4m3fn),
+        "mxfp6_e3m2": BlockFormat(e3m2fn), "mxfp6_e2m3": BlockFormat(e2m3fn),
         "mxfp4_e2m1": BlockFormat(e2m1fn),
-    }
+    }  # fmt: skip
 
 
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "mxfp4": "mxfp4_e2m1"}
-_SPELT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|finite|fn|ieee|nan)?(ftz)?")
+# Digits are few and ASCII: int() takes any others too, up to a limit of its own.
+_SPELT = re.compile(
+    r"(u?)e([0-9]{1,9})m([0-9]{1,9})(?:b(-?[0-9]{1,9}))?(fnuz|finite|fn|ieee|nan)?(ftz)?"
+)
 
 
 @cache
@@ -402,21 +413,12 @@ def _known_names() -> dict[Format, str]:
 @cache
 def _torch_dtypes() -> dict[Format, torch.dtype]:
     names = {
-        "fp32": "float32",
-        "bf16": "bfloat16",
-        "fp16": "float16",
-        "e5m2": "float8_e5m2",
-        "e4m3fn": "float8_e4m3fn",
-        "e5m2fnuz": "float8_e5m2fnuz",
-        "e4m3fnuz": "float8_e4m3fnuz",
+        "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e5m2": "float8_e5m2",
+        "e4m3fn": "float8_e4m3fn", "e5m2fnuz": "float8_e5m2fnuz", "e4m3fnuz": "float8_e4m3fnuz",
         "e8m0": "float8_e8m0fnu",  # since torch 2.7
-    }
-    known = known_formats()
-    return {
-        known[ours]: getattr(torch, theirs)
-        for ours, theirs in names.items()
-        if hasattr(torch, theirs)
-    }
+    }  # fmt: skip
+    there = {ours: getattr(torch, theirs, None) for ours, theirs in names.items()}
+    return {known_formats()[name]: dtype for name, dtype in there.items() if dtype is not None}
 
 
 @cache
@@ -442,24 +444,21 @@ def _unknown(name: str) -> ValueError:
 def _parse(name: str) -> Format:
     text = name.strip().lower()
     text = _ALIASES.get(text, text)
-    known = known_formats().get(text)
-    if known is not None:
+    if (known := known_formats().get(text)) is not None:
         return known
     if "@" in text:
         element_text, _, rest = text.partition("@")
         size, _, scale_text = rest.partition(":")
+        if "@" in scale_text or not re.fullmatch("[0-9]{1,18}", size):
+            raise _unknown(name)
         element, scale = _parse(element_text), _parse(scale_text or "e8m0")
-        if (
-            not size.isdecimal()
-            or isinstance(element, BlockFormat)
-            or not isinstance(scale, FloatFormat)
-        ):
+        if isinstance(element, BlockFormat) or not isinstance(scale, FloatFormat):
             raise _unknown(name)
         return BlockFormat(element, int(size), scale)
-    if text.startswith("int") and text[3:].isdecimal():
+    if re.fullmatch("int[0-9]{1,9}", text):
         return IntFormat(int(text[3:]))
     match = _SPELT.fullmatch(text)
-    if match is None:
+    if match is None or (match[1] and match[5] in ("fnuz", "finite", "ieee")):
         raise _unknown(name)
     unsigned, exponent, mantissa, bias, specials, flush = match.groups()
     return FloatFormat(
