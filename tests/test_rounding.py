@@ -388,18 +388,3 @@ def test_negative_views_are_read_and_written(name: str, rounding: str) -> None:
     torch.manual_seed(2)
     assert quantize_(view, name, rounding=rounding) is view
     assert torch.equal(view, expected)
-
-
-@pytest.mark.parametrize("name", ["e4m3", "mxfp4"])
-def test_the_gradient_passes_through_torch_func_and_forward_mode(name: str) -> None:
-    def q(x: torch.Tensor) -> torch.Tensor:
-        return quantize(x, name)
-
-    x, t = torch.randn(5), torch.randn(5)
-    value, tangent = torch.func.jvp(q, (x,), (t,))
-    assert torch.equal(value, q(x))
-    assert torch.equal(tangent, t)
-    assert torch.equal(torch.func.grad(lambda x: q(x).sum())(x), torch.ones(5))
-    with torch.autograd.forward_ad.dual_level():
-        dual = q(torch.autograd.forward_ad.make_dual(x, t))
-        assert torch.equal(torch.autograd.forward_ad.unpack_dual(dual).tangent, t)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from narrowgauge import codec
 from narrowgauge.formats import FormatLike
@@ -17,33 +16,15 @@ from narrowgauge.kernels import operators
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second tensor forward, the identity of the first one in both directions."""
-
-    generate_vmap_rule = True
+    """The second tensor forward, the identity of the first one backward."""
 
     @staticmethod
-    def forward(x: Tensor, rounded: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor, rounded: Tensor) -> Tensor:
         return rounded.clone()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-    @staticmethod
-    def jvp(ctx: object, *tangents: Tensor) -> Tensor:
-        return tangents[0].clone()
-
-
-def _transformed(x: Tensor) -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, unknown to the operators."""
-    if torch.compiler.is_compiling():
-        return False
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active or forward_ad.unpack_dual(x).tangent is not None
 
 
 def quantize(
@@ -112,12 +93,8 @@ def quantize(
         if out is not None:
             return codec.decode(codes, format, out=out)
         rounded = codec.decode(codes, format, x.shape, dtype=x.dtype)
-        straight = x.requires_grad or _transformed(x)
-        return _StraightThrough.apply(x, rounded) if straight else rounded  # type: ignore[no-untyped-call]
+        return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded  # type: ignore[no-untyped-call]
     key = codec.random_key(rounding, generator)
-    if out is None and _transformed(x):
-        rounded = operators.quantize(x.detach(), layout.name, rounding, overflow, key)
-        return _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call,no-any-return]
     if out is None:
         result: Tensor = operators.quantize(x, layout.name, rounding, overflow, key)
         return result
