@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -148,8 +149,9 @@ def main() -> None:
         "links": {},
     }
     table = Table(
+        box=box.SIMPLE,
         title=f"All-reduce of {options.numel * 4 / 1e6:.0f} MB float32: median of "
-        f"{options.rounds}, slowest rank, 1 thread per rank"
+        f"{options.rounds}, slowest rank, 1 thread per rank",
     )
     for heading in ("link", "ranks", "method"):
         table.add_column(heading, no_wrap=True)
@@ -166,11 +168,11 @@ def main() -> None:
                     rate,
                     str(ranks),
                     name,
-                    f"{result['milliseconds']:.1f}",
-                    f"{limit:.1f}" if limit else "",
+                    f"{result['milliseconds']:.4g}",
+                    f"{limit:.4g}" if limit else "",
                     f"{result['milliseconds'] / limit:.2f}" if limit else "",
                     f"{result['milliseconds'] / results['Gloo float32']['milliseconds']:.2f}",
-                    f"{result['bytes_sent'] / 1e6:.2f}",
+                    f"{result['bytes_sent'] / 1e6:.1f}",
                     f"{result['bytes_sent'] / result['payload_bytes']:.3f}",
                 )
             table.add_section()

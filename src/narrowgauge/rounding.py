@@ -2,8 +2,8 @@
 
 The result is the exactly rounded one: round first, as if the format's exponents were unbounded
 above, then see whether it overflows. The gradient passes straight through, so rounding may stand
-anywhere in a model. That holds for ``backward()``; forward-mode differentiation and the transforms of
-``torch.func`` are not supported (a tangent comes out zero).
+anywhere in a model. That holds for ``backward()``; forward-mode differentiation and the transforms
+of ``torch.func`` are not supported (a tangent comes out zero).
 """
 
 from __future__ import annotations
