@@ -480,7 +480,7 @@ def sleep_too_long() -> None:
     assert isinstance(format, FloatFormat)
     reducer.start(torch.ones(1000), [1000], [format]).wait()
     if dist.get_rank() == 1:
-        time.sleep(5)
+        time.sleep(8)
         return
     reducer.start(torch.ones(1000), [1000], [format]).wait()
 
@@ -489,7 +489,7 @@ def test_a_silent_rank_ends_in_a_timeout_that_names_it() -> None:
     waiting, _ = run_ranks(sleep_too_long, 2, catch=True)
     assert isinstance(waiting, Raised)
     assert "rank 0 waiting for codes of rank 1: no answer within 2 s" in waiting.message
-    assert waiting.seconds < 4.5
+    assert waiting.seconds < 7
 
 
 def after_a_failure() -> list[str]:

@@ -313,7 +313,7 @@ def fall_silent() -> None:
     )
     for step in range(3):
         if step == 2 and dist.get_rank() == 1:
-            time.sleep(6)
+            time.sleep(8)
             return
         model(data(dist.get_rank(), step)).square().sum().backward()
 
@@ -323,7 +323,7 @@ def test_the_timeout_holds_while_the_error_is_measured() -> None:
     assert isinstance(waiting, Raised)
     assert waiting.type_name == "CollectiveError"
     assert "measuring the round-off error with rank 1: no answer within 2 s" in waiting.message
-    assert waiting.seconds < 5
+    assert waiting.seconds < 7
 
 
 def disagree() -> None:
