@@ -183,8 +183,7 @@ class Reducer:
 
     def _send(self, reduction: Reduction, message: torch.Tensor, peer: int, tag: int) -> None:
         if message.numel():
-            reduction.sends.append((peer, self.transport.send(message, peer, tag)))
-            reduction.bytes_sent += message.numel()
+            reduction.sent(peer, self.transport.send(message, peer, tag), message.numel())
 
     # -- the three stages ------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Reducer:
         layout, scale = reduction.plan.layout, reduction.arithmetic.scale
         if not layout.numel:
             self._compare_plans(reduction)
-            reduction.finish()
+            self._finish_chunk(reduction, len(layout.chunks) - 1)
             return
         agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
         for index, pieces in enumerate(layout.chunks):

@@ -97,14 +97,22 @@ class Reduction:
         """Count the time inside as codec time."""
         begin = time.perf_counter()
         yield
-        self.codec_seconds += time.perf_counter() - begin
+        with self._lock:
+            self.codec_seconds += time.perf_counter() - begin
 
     @contextmanager
     def wire(self) -> Iterator[None]:
         """Count the time inside as waiting for the wire."""
         begin = time.perf_counter()
         yield
-        self.wire_seconds += time.perf_counter() - begin
+        with self._lock:
+            self.wire_seconds += time.perf_counter() - begin
+
+    def sent(self, peer: int, work: dist.Work, size: int) -> None:
+        """Count a message of ``size`` bytes; two stages send, so sums are made under a lock."""
+        with self._lock:
+            self.sends.append((peer, work))
+            self.bytes_sent += size
 
 
 class Messages:
