@@ -1,20 +1,18 @@
-"""What a number is: floating-point, integer and block formats, and their names.
+"""Numbers one by one: floating-point and integer formats.
 
 A format is plain, immutable data: it knows its largest and smallest values and what each of its
-codes means, and nothing about tensors. Everything that rounds, packs or scales asks it. The
-trade-off: one description covers every format up to 23 mantissa bits (IEEE-like, OCP, FNUZ, your
-own), so a format is a few integers here instead of hand-written code per type.
+codes means, and nothing about tensors. One description covers every format up to 23 mantissa bits
+(IEEE-like, OCP, FNUZ, your own), so a format is a few integers here instead of hand-written code
+per type.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
-import re
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -22,7 +20,7 @@ Specials = Literal["ieee", "fn", "fnuz", "finite"]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def _check_fields(format: object, whole: str, **other: tuple[type, ...]) -> None:
+def check_fields(format: object, whole: str, **other: tuple[type, ...]) -> None:
     """Whole numbers become plain ints (numpy's are welcome); any other type is refused by name."""
     for field in whole.split():
         value = getattr(format, field)
@@ -69,7 +67,7 @@ class FloatFormat:
     def __post_init__(self) -> None:
         bias = "" if self.bias is None else "bias"
         whole = f"exponent_bits mantissa_bits {bias}"
-        _check_fields(self, whole, subnormals=(bool,), signed=(bool,))
+        check_fields(self, whole, subnormals=(bool,), signed=(bool,))
         if not 1 <= self.exponent_bits <= 8:
             raise ValueError(f"exponent_bits is {self.exponent_bits}; allowed: 1 to 8")
         if not 0 <= self.mantissa_bits <= 23:
@@ -77,7 +75,7 @@ class FloatFormat:
         if self.specials not in get_args(Specials):
             raise ValueError(f"specials is {self.specials!r}; allowed: {get_args(Specials)}")
         if self.bias is None:
-            object.__setattr__(self, "bias", self._usual_bias)
+            object.__setattr__(self, "bias", self.usual_bias)
         if abs(self._bias) > 400:
             raise ValueError(f"bias is {self.bias}; none beyond 400 keeps values inside of float32")
         if not self.signed and (self.mantissa_bits or self.specials != "fn" or self.subnormals):
@@ -171,7 +169,8 @@ class FloatFormat:
         return self.bias
 
     @property
-    def _usual_bias(self) -> int:
+    def usual_bias(self) -> int:
+        """The bias of a format that is given none."""
         return int(2 ** (self.exponent_bits - 1)) - 1 + (self.specials == "fnuz")
 
     @property
@@ -239,20 +238,16 @@ class FloatFormat:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The torch dtype with the same bits and meaning, if torch has one."""
-        return _torch_dtypes().get(self)
+        from narrowgauge.formats.names import torch_dtypes
+
+        return torch_dtypes().get(self)
 
     @property
     def name(self) -> str:
         """The name that :func:`format_of` turns back into this format."""
-        if (known := _known_names().get(self)) is not None:
-            return known
-        start = f"{'' if self.signed else 'u'}e{self.exponent_bits}m{self.mantissa_bits}"
-        start += "" if self.bias == self._usual_bias else f"b{self.bias}"
-        end = "" if self.subnormals or not self.signed else "ftz"
-        middle: str = "" if self.specials == "ieee" or not self.signed else self.specials
-        if start + middle + end in known_formats():  # e8m0 and e2m1fn are other formats
-            middle = {"ieee": "ieee", "fn": "nan"}[self.specials]
-        return start + middle + end
+        from narrowgauge.formats.names import name_of  # made of these classes itself
+
+        return name_of(self)
 
     def __str__(self) -> str:
         return self.name
@@ -275,7 +270,7 @@ class IntFormat:
     bits: int
 
     def __post_init__(self) -> None:
-        _check_fields(self, "bits")
+        check_fields(self, "bits")
         if not 2 <= self.bits <= 16:
             raise ValueError(f"bits is {self.bits}; an integer format has 2 to 16 bits")
 
@@ -321,106 +316,6 @@ class IntFormat:
         return self.name
 
 
-@dataclass(frozen=True)
-class BlockFormat:
-    """Elements in blocks that share one power-of-two scale (OCP Microscaling, and wire formats).
-
-    A number is ``element * scale``. Blocks are cut from the flattened tensor; the last one may be
-    shorter. A block's scale is the smallest power of two under which its largest magnitude still
-    rounds to a finite element, so no element ever overflows.
-
-    Args:
-        element: format of the elements, 1 to 16 bits each.
-        block_size: elements per block, at least 1.
-        scale: unsigned format of the scale; ``e8m0`` as in OCP MX.
-
-    Raises:
-        ValueError: an element of more than 16 bits, an empty block, or a scale with a sign.
-    """
-
-    element: FloatFormat | IntFormat
-    block_size: int = 32
-    scale: FloatFormat = FloatFormat(8, 0, None, "fn", False, False)
-
-    def __post_init__(self) -> None:
-        _check_fields(self, "block_size", element=(FloatFormat, IntFormat), scale=(FloatFormat,))
-        if self.element.bits > 16 or not self.element.signed:
-            raise ValueError(
-                f"{self.element.name} cannot be a block's element; allowed: signed formats of at "
-                "most 16 bits"
-            )
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
-        if self.scale.signed:
-            raise ValueError(
-                f"scale is {self.scale.name}; allowed: an unsigned power-of-two format such as e8m0"
-            )
-
-    @property
-    def bits(self) -> float:
-        """Bits per element, the scale's share included."""
-        return self.element.bits + self.scale.bits / self.block_size
-
-    @property
-    def name(self) -> str:
-        """The name that :func:`format_of` turns back into this format."""
-        if (known := _known_names().get(self)) is not None:
-            return known
-        suffix = "" if self.scale.name == "e8m0" else f":{self.scale.name}"
-        return f"{self.element.name}@{self.block_size}{suffix}"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Format: TypeAlias = FloatFormat | IntFormat | BlockFormat
-FormatLike: TypeAlias = Format | str | torch.dtype
-
-
-@cache
-def known_formats() -> dict[str, Format]:
-    """The formats with a name of their own, by name; any other is spelt ``eXmY…`` or ``intN``."""
-    e5m2, e4m3fn = FloatFormat(5, 2), FloatFormat(4, 3, specials="fn")
-    small = [FloatFormat(e, m, specials="finite") for e, m in ((2, 3), (3, 2), (2, 1))]
-    e2m3fn, e3m2fn, e2m1fn = small  # ml_dtypes and OCP call them "fn"; they have no NaN either
-    return {
-        "fp32": FloatFormat(8, 23), "tf32": FloatFormat(8, 10), "bf16": FloatFormat(8, 7),
-        "fp16": FloatFormat(5, 10), "e5m2": e5m2, "e4m3": FloatFormat(4, 3), "e4m3fn": e4m3fn,
-        "e5m2fnuz": FloatFormat(5, 2, specials="fnuz"),
-        "e4m3fnuz": FloatFormat(4, 3, specials="fnuz"),
-        "e3m4": FloatFormat(3, 4), "e3m0": FloatFormat(3, 0),
-        "e2m3fn": e2m3fn, "e3m2fn": e3m2fn, "e2m1fn": e2m1fn,
-        "e8m0": FloatFormat(8, 0, None, "fn", False, False),
-        "int8": IntFormat(8), "int4": IntFormat(4),
-        "mxfp8_e5m2": BlockFormat(e5m2), "mxfp8_e4m3": BlockFormat(e4m3fn),
-        "mxfp6_e3m2": BlockFormat(e3m2fn), "mxfp6_e2m3": BlockFormat(e2m3fn),
-        "mxfp4_e2m1": BlockFormat(e2m1fn),
-    }  # fmt: skip
-
-
-_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "mxfp4": "mxfp4_e2m1"}
-# Digits are few and ASCII: int() takes any others too, up to a limit of its own.
-_SPELT = re.compile(
-    r"(u?)e([0-9]{1,9})m([0-9]{1,9})(?:b(-?[0-9]{1,9}))?(fnuz|finite|fn|ieee|nan)?(ftz)?"
-)
-
-
-@cache
-def _known_names() -> dict[Format, str]:
-    return {format: name for name, format in known_formats().items()}
-
-
-@cache
-def _torch_dtypes() -> dict[Format, torch.dtype]:
-    names = {
-        "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e5m2": "float8_e5m2",
-        "e4m3fn": "float8_e4m3fn", "e5m2fnuz": "float8_e5m2fnuz", "e4m3fnuz": "float8_e4m3fnuz",
-        "e8m0": "float8_e8m0fnu",  # since torch 2.7
-    }  # fmt: skip
-    there = {ours: getattr(torch, theirs, None) for ours, theirs in names.items()}
-    return {known_formats()[name]: dtype for name, dtype in there.items() if dtype is not None}
-
-
 @cache
 def table_of(format: FloatFormat | IntFormat) -> torch.Tensor:
     """Its ``values()``, always the same tensor, which nobody may change."""
@@ -428,72 +323,3 @@ def table_of(format: FloatFormat | IntFormat) -> torch.Tensor:
         raise ValueError(f"{format.name} has 2**{format.bits} values; listed only up to 16 bits")
     values = [format.value_of(code) for code in range(2**format.bits)]
     return torch.tensor(values, dtype=torch.float32, device="cpu")
-
-
-def _unknown(name: str) -> ValueError:
-    names = list(known_formats())
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return ValueError(
-        f"format {name!r} is unknown; {hint}known: {', '.join(names)}; or any eXmY with X ≤ 8, "
-        "Y ≤ 23 (suffix fn, fnuz, finite), intN with N ≤ 16, or element@block such as int4@64."
-    )
-
-
-@cache
-def _parse(name: str) -> Format:
-    text = name.strip().lower()
-    text = _ALIASES.get(text, text)
-    if (known := known_formats().get(text)) is not None:
-        return known
-    if "@" in text:
-        element_text, _, rest = text.partition("@")
-        size, _, scale_text = rest.partition(":")
-        if "@" in scale_text or not re.fullmatch("[0-9]{1,18}", size):
-            raise _unknown(name)
-        element, scale = _parse(element_text), _parse(scale_text or "e8m0")
-        if isinstance(element, BlockFormat) or not isinstance(scale, FloatFormat):
-            raise _unknown(name)
-        return BlockFormat(element, int(size), scale)
-    if re.fullmatch("int[0-9]{1,9}", text):
-        return IntFormat(int(text[3:]))
-    match = _SPELT.fullmatch(text)
-    if match is None or (match[1] and match[5] in ("fnuz", "finite", "ieee")):
-        raise _unknown(name)
-    unsigned, exponent, mantissa, bias, specials, flush = match.groups()
-    return FloatFormat(
-        int(exponent),
-        int(mantissa),
-        None if bias is None else int(bias),
-        "fn" if unsigned or specials == "nan" else (specials or "ieee"),  # type: ignore[arg-type]
-        subnormals=not (flush or unsigned),
-        signed=not unsigned,
-    )
-
-
-def format_of(format: FormatLike) -> Format:
-    """The format meant by a name, a torch dtype, or a format itself.
-
-    Args:
-        format: ``"e4m3"``, ``"bf16"``, ``"mxfp8_e4m3"``, ``"int4@64"``, any ``eXmY`` with an
-            optional bias (``b11``) and suffix (``fn``, ``fnuz``, ``finite``, ``ftz`` for no
-            subnormals); ``torch.bfloat16``; or a format object.
-
-    Raises:
-        ValueError: the name is unknown (a near name is suggested), or torch's dtype has no format.
-        TypeError: something else was given.
-    """
-    if isinstance(format, FloatFormat | IntFormat | BlockFormat):
-        return format
-    if isinstance(format, str):
-        return _parse(format)
-    if isinstance(format, torch.dtype):
-        for known, dtype in _torch_dtypes().items():
-            if dtype == format:
-                return known
-        allowed = ", ".join(map(str, _torch_dtypes().values()))
-        raise ValueError(f"{format} is not a format; allowed dtypes: {allowed}")
-    raise TypeError(
-        "a format is a name, a torch.dtype, a FloatFormat, IntFormat or BlockFormat; got "
-        f"{type(format).__name__}"
-    )
