@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from narrowgauge.formats.scalar import FloatFormat, IntFormat, check_fields
 
-
 _E8M0 = FloatFormat(8, 0, None, "fn", False, False)  # the scale of OCP MX
 
 
