@@ -172,7 +172,7 @@ def test_whole_elements_when_no_shape_is_given() -> None:
 
 def test_blocks_take_the_smallest_scale_without_overflow() -> None:
     x = torch.cat([torch.randn(32) * 2.0**e for e in (-100, -5, 0, 7, 90)])
-    codes = encode(x, "mxfp8_e4m3")
+    codes = encode(x, "e4m3fn@32")
     assert codes.numel() == 5 + 160
     scales = torch.ldexp(torch.ones(5), codes[:5].int() - 127)
     blocks = x.view(5, 32)
@@ -181,7 +181,7 @@ def test_blocks_take_the_smallest_scale_without_overflow() -> None:
     largest = blocks.abs().amax(1)
     assert (largest / scales <= 464).all()  # rounds to at most 448
     assert (largest / (scales / 2) > 464).all()
-    assert same(decode(codes, "mxfp8_e4m3"), elements.mul(scales[:, None]).flatten())
+    assert same(decode(codes, "e4m3fn@32"), elements.mul(scales[:, None]).flatten())
 
 
 def test_a_block_that_is_not_finite_comes_out_nan() -> None:
@@ -195,8 +195,8 @@ def test_a_block_that_is_not_finite_comes_out_nan() -> None:
 
 def test_float64_blocks_are_judged_before_rounding() -> None:
     above = torch.tensor([464.0 + 2.0**-40], dtype=torch.float64)  # overflows by less than an ulp
-    assert encode(above, "mxfp8_e4m3")[0] == 128
-    assert encode(torch.tensor([464.0], dtype=torch.float64), "mxfp8_e4m3")[0] == 127
+    assert encode(above, "e4m3fn@32")[0] == 128
+    assert encode(torch.tensor([464.0], dtype=torch.float64), "e4m3fn@32")[0] == 127
 
 
 # -- any bytes -------------------------------------------------------------------------------------
@@ -230,18 +230,24 @@ def test_operators_pass_opcheck(backend: str) -> None:
     opcheck(operators.decode.default, (codes, "e2m1fn", 330, scale, 0))
     opcheck(operators.decode_out.default, (codes, "e2m1fn", scale, 0, x.clone()))
     opcheck(operators.largest_magnitudes.default, (x, 7))
-    opcheck(operators.block_scales.default, (x, "mxfp4_e2m1"))
+    for name in ("mxfp4_e2m1", "nvfp4"):
+        block_codes = encode(x, name)
+        opcheck(operators.encode_blocks.default, (x, name, "nearest-even", None, None))
+        opcheck(operators.decode_blocks.default, (block_codes, name, 330, torch.bfloat16))
+        for dim in (None, 0):
+            how = (name, dim, "stochastic", None, torch.tensor([7]))
+            opcheck(operators.quantize_blocks.default, (x.requires_grad_(), *how))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["e5m2", "e2m1fn", "mxfp8_e4m3", "int4@64"])
+@pytest.mark.parametrize("name", ["e5m2", "e2m1fn", "mxfp8_e4m3", "nvfp4", "int4@64"])
 @pytest.mark.filterwarnings("ignore")  # torch's own, about its internals
 def test_compiles_without_graph_breaks(backend: str, name: str) -> None:
     if backend != kernels.available_backends()[0]:
         pytest.skip("compilation does not depend on the level")
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = encode(x, name, exponent=None if "@" in name or "mx" in name else 3)
+        codes = encode(x, name, exponent=3 if name in ("e5m2", "e2m1fn") else None)
         return codes, decode(codes, name, x.shape)
 
     x = torch.randn(5, 77)

@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "narrowgauge"
 # named in ALSO; never its neighbours.
 FLOORS = [
     {"formats"},
-    {"kernels"},
     {"scaling"},
+    {"kernels"},
     {"rounding", "codec", "matmul"},
     {"collectives", "nn", "ledger"},
     {"gradients", "operators", "parameters", "inputs"},

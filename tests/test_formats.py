@@ -108,10 +108,13 @@ def test_integers_and_blocks_are_found_again_by_their_names(
     assert format_of(IntFormat(bits).name) == IntFormat(bits)
     scalar = format_of(element)
     assert not isinstance(scalar, BlockFormat)
-    for scale in ("e8m0", "ue4m0"):
-        block = BlockFormat(scalar, size, float_format(scale))
-        assert format_of(block.name) == block
-        assert block.bits == scalar.bits + float_format(scale).bits / size
+    rules = {"e8m0": ("fit", "floor"), "ue4m0": ("fit", "floor"), "e4m3fn": ("amax", "two-level")}
+    for scale, scale_rules in rules.items():
+        for rule in scale_rules:
+            block = BlockFormat(scalar, size, float_format(scale), rule)  # type: ignore[arg-type]
+            assert format_of(block.name) == block
+            assert format_of(f"{element}@{size}:{scale}:{rule}") == block
+            assert block.bits == scalar.bits + float_format(scale).bits / size
 
 
 @pytest.mark.parametrize("name", known_formats())
@@ -157,7 +160,15 @@ def test_overflow_threshold_is_where_ml_dtypes_overflows() -> None:
         ("int17", "bits is 17; an integer format has 2 to 16 bits"),
         ("int4@0", "block_size is 0; it must be at least 1"),
         ("fp32@32", "fp32 cannot be a block's element"),
-        ("e4m3@32:e5m2", "scale is e5m2; allowed: an unsigned power-of-two format such as e8m0"),
+        (
+            "e4m3@32:e5m2:fit",
+            "scale is e5m2; scale_rule 'fit' needs an unsigned power",
+        ),
+        ("e4m3@32:floor:e8m0", "format 'e4m3@32:floor:e8m0' is unknown"),
+        ("e4m3@32:amax", "scale is e8m0; scale_rule 'amax' needs a signed format with NaN"),
+        ("e4m3@32:fp32", "scale is fp32; scale_rule 'amax' needs a signed format with NaN"),
+        ("e4m3@32:e2m1fn", "scale is e2m1fn; scale_rule 'amax' needs a signed format with NaN"),
+        ("e4m3@32:ue4m0b40", "scale is ue4m0b40, which lacks 1; choose another bias"),
         ("e1m0", "has no finite number besides zero"),
         ("e4m3b-200", "outside of float32"),
         (torch.int64, "torch.int64 is not a format; allowed dtypes: torch.float32"),
@@ -211,6 +222,11 @@ def test_integers_of_numpy_become_plain_ones() -> None:
     format = FloatFormat(np.int64(4), np.int32(3), np.int64(11))  # type: ignore[arg-type]
     assert format == FloatFormat(4, 3, 11)
     assert type(format.bias) is type(format.exponent_bits) is int
+
+
+def test_an_unknown_rule_of_scales_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"scale_rule is 'max'; allowed: \('fit', 'floor', 'amax'"):
+        BlockFormat(IntFormat(4), scale_rule="max")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bias", [-9999, -(10**30), 10**30])

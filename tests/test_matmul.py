@@ -380,10 +380,12 @@ def test_the_operator_passes_opcheck(backend: str) -> None:
         pytest.skip("the registrations are the same at every level")
     a, b = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 4, 5).transpose(1, 2)
     sums = (None, "e5m2", True, 2, "nearest-even")
-    opcheck(torch.ops.narrowgauge.matmul.default, (a, b, *sums, "e4m3", *sums, None))
+    opcheck(torch.ops.narrowgauge.matmul.default, (a, b, None, None, *sums, "e4m3", *sums, None))
     sums = ("e4m3", "e5m2", False, 1, "stochastic")
     key = torch.tensor([5])
-    opcheck(torch.ops.narrowgauge.matmul.default, (a, b, *sums, None, *sums, key))
+    opcheck(
+        torch.ops.narrowgauge.matmul.default, (a, b, "nvfp4", "int4@3", *sums, None, *sums, key)
+    )
 
 
 @pytest.mark.slow
@@ -418,7 +420,8 @@ def test_errors_say_what_is_allowed(backend: str) -> None:
     cases: list[tuple[dict[str, object], type[Exception], str]] = [
         ({"operands": "e4m3fm"}, ValueError, "did you mean 'e4m3fn'"),
         ({"operands": ("e4m3", "e5m2", "e3m4")}, ValueError, "operands has 3 formats; give one"),
-        ({"operands": "mxfp8_e4m3"}, ValueError, "operands is mxfp8_e4m3, a block format; use its"),
+        ({"accumulate": "nvfp4"}, ValueError, "accumulate is nvfp4, a block format, but products"),
+        ({"multiply": "int4@8"}, ValueError, "one by one; use its elements' format int4"),
         ({"accumulate": "e8m0"}, ValueError, "accumulate is e8m0, which has no sign and no zero"),
         ({"multiply": "e5m2", "fused": True}, ValueError, "multiply is e5m2, but fused=True keeps"),
         ({"chunk": 0}, ValueError, "chunk is 0; it must be an integer of at least 1"),

@@ -3,8 +3,9 @@
 The codes are a little-endian stream of bits: element ``i`` of a format of ``b`` bits lies at bits
 ``[i*b, (i+1)*b)``, so 4-bit codes lie two in a byte, the first in the low half, and trailing bits
 of the last byte are zero. A power of two may be multiplied in on the way, per tensor or per block;
-it changes exponents only and so costs no accuracy. Block formats carry such scales themselves, in
-front of the elements, each part padded to whole bytes. Every NaN becomes the format's one quiet
+it changes exponents only and so costs no accuracy. Block formats carry scales of their own in front
+of the elements, each part padded to whole bytes (and before them, with two levels, the tensor's:
+four bytes, little-endian). Every NaN becomes the format's one quiet
 NaN without sign: which NaN a sum gives differs between processors, and codes must not.
 """
 
@@ -19,10 +20,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, FormatLike, format_of
-from narrowgauge.kernels import operators
+from narrowgauge.kernels import blocks, operators
 from narrowgauge.kernels.grid import check_overflow, check_rounding
 from narrowgauge.kernels.raw import MAX_EXPONENT, packed_bytes
-from narrowgauge.scaling import NON_FINITE, scale_exponents
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -34,13 +34,16 @@ class Layout(NamedTuple):
     element: str  # its format's name; the format's own name unless it is a block format
     bits: int  # of an element
     block_size: int  # 0: no blocks
-    scale: str
     scale_bits: int
+    two_level: bool
 
     def size(self, numel: int) -> int:
         """Bytes that ``numel`` elements take."""
-        blocks = -(-numel // self.block_size) if self.block_size else 0
-        return packed_bytes(blocks, self.scale_bits) + packed_bytes(numel, self.bits)
+        if not self.block_size:
+            return packed_bytes(numel, self.bits)
+        return sum(
+            blocks.part_sizes(numel, self.bits, self.block_size, self.scale_bits, self.two_level)
+        )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -53,11 +56,15 @@ def layout_of(format: FormatLike) -> Layout:
 def _layout_of(format: FormatLike) -> Layout:
     parsed = format_of(format)
     if isinstance(parsed, BlockFormat):
-        element, scale = parsed.element, parsed.scale
         return Layout(
-            parsed.name, element.name, element.bits, parsed.block_size, scale.name, scale.bits
+            parsed.name,
+            parsed.element.name,
+            parsed.element.bits,
+            parsed.block_size,
+            parsed.scale.bits,
+            parsed.scale_rule == "two-level",
         )
-    return Layout(parsed.name, parsed.name, parsed.bits, 0, "", 0)
+    return Layout(parsed.name, parsed.name, parsed.bits, 0, 0, False)
 
 
 def check_tensor(x: Tensor, what: str) -> None:
@@ -182,48 +189,6 @@ def _scales(
     return bits.view(torch.float32), block_size or 0
 
 
-def _magnitudes(x: Tensor, block_size: int) -> Tensor:
-    """Bits of the largest magnitude per block, as float32."""
-    if x.dtype != torch.float64:
-        result: Tensor = operators.largest_magnitudes(x.float(), block_size)
-        return result
-    # Rounding to odd: on which side of any format's overflow threshold a number lies, is kept.
-    cut = operators.quantize(x.abs(), "fp32", "toward-zero", None, None)
-    odd = cut.float().view(torch.int32) | (cut < x.abs()).int()
-    result = operators.largest_magnitudes(odd.view(torch.float32), block_size)
-    return result
-
-
-def _block_scales(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    parsed = format_of(format)
-    assert isinstance(parsed, BlockFormat)
-    scale = parsed.scale
-    assert scale.bias is not None
-    exponents = scale_exponents(_magnitudes(x, parsed.block_size), parsed.element)
-    lowest = max(0, scale.bias - MAX_EXPONENT)
-    highest = min(scale.largest_code, scale.bias + MAX_EXPONENT)
-    if lowest > highest:
-        raise ValueError(f"{scale.name} has no number from 2**-{MAX_EXPONENT} to 2**{MAX_EXPONENT}")
-    kept = scale.bias - (scale.bias - exponents).clamp(lowest, highest)
-    finite = exponents != NON_FINITE
-    multiply = torch.where(finite, ((kept + 127) << 23).view(torch.float32), math.nan)
-    stand_for = torch.where(finite, ((127 - kept) << 23).view(torch.float32), math.nan)
-    return multiply, stand_for
-
-
-def _block_scales_fake(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    blocks = (x.numel() + layout_of(format).block_size - 1) // layout_of(format).block_size
-    return x.new_empty(blocks, dtype=torch.float32), x.new_empty(blocks, dtype=torch.float32)
-
-
-# What to multiply each block by, and the scale that stands for this; NaN where it is not finite.
-# An operator, so that torch.compile need not trace the arithmetic of formats.
-_library = torch.library.Library("narrowgauge", "FRAGMENT")
-_library.define("block_scales(Tensor x, str format) -> (Tensor, Tensor)")
-_library.impl("block_scales", _block_scales, "CompositeExplicitAutograd")
-torch.library.register_fake("narrowgauge::block_scales", _block_scales_fake, lib=_library)
-
-
 def encode(
     x: Tensor,
     format: FormatLike,
@@ -241,7 +206,7 @@ def encode(
         x: float32, float64, bfloat16 or float16, of any shape and strides; rounded once.
         format: at most 16 bits per element.
         exponent: −126 to 126; an int, or an integer tensor of one element, or with ``block_size``
-            of one per block. Block formats find theirs themselves.
+            of one per block. Block formats find their scales themselves.
         block_size: elements per block of the flattened tensor; the last block may be shorter.
         rounding: as in :func:`narrowgauge.quantize`.
         overflow: as there, but a block format's elements saturate by default.
@@ -265,20 +230,11 @@ def encode(
     key = random_key(rounding, generator)
     if layout.block_size:
         _no_exponent(layout, exponent, block_size)
-        compact = x.contiguous()
-        multiply, stand_for = torch.ops.narrowgauge.block_scales(compact, layout.name)
-        scale_codes: Tensor = operators.encode(
-            stand_for, layout.scale, "nearest-even", None, None, None, 0
-        )
-        how = (layout.element, rounding, overflow or "saturate", key, multiply, layout.block_size)
-        if out is None:
-            return torch.cat((scale_codes, operators.encode(compact, *how)))
-        operators.encode_out(compact, *how, out[scale_codes.numel() :])
-        out[: scale_codes.numel()].copy_(scale_codes)
-        return out
+        result: Tensor = blocks.encode_blocks(x, layout.name, rounding, overflow, key)
+        return result if out is None else out.copy_(result)
     scales, block = _scales(exponent, block_size, x.numel(), 1, x)
     if out is None:
-        result: Tensor = operators.encode(x, layout.name, rounding, overflow, key, scales, block)
+        result = operators.encode(x, layout.name, rounding, overflow, key, scales, block)
         return result
     operators.encode_out(x, layout.name, rounding, overflow, key, scales, block, out)
     return out
@@ -365,13 +321,9 @@ def decode(
         )
     if layout.block_size:
         _no_exponent(layout, exponent, block_size)
-        block = layout.block_size
-        blocks = -(-numel // block)
-        border = packed_bytes(blocks, layout.scale_bits)
-        scales = operators.decode(codes[:border], layout.scale, blocks, None, 0)
-        codes = codes[border:]
-    else:
-        scales, block = _scales(exponent, block_size, numel, -1, codes)
+        values: Tensor = blocks.decode_blocks(codes, layout.name, numel, dtype)
+        return values.view(shape) if out is None else out.copy_(values.view(shape))
+    scales, block = _scales(exponent, block_size, numel, -1, codes)
     if dtype == torch.float64:
         values = operators.decode(codes, layout.element, numel, None, 0).double()
         if scales is not None:

@@ -27,7 +27,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class MatmulBackward:
     """How :func:`matmul` makes its two backward products, ``grad @ b.T`` and ``a.T @ grad``.
 
-    ``a`` and ``b`` are there as the forward pass rounded them.
+    ``a`` and ``b`` are there as the forward pass rounded them; but to block formats they and
+    ``grad`` are rounded anew for each product, in blocks along the dimension that it sums over.
 
     Args:
         gradient: the format to which ``grad`` is rounded first; ``None``: it is not.
@@ -49,24 +50,26 @@ class MatmulBackward:
 
 
 @cache
-def _scalar(format: FormatLike, what: str) -> str:
+def _checked(format: FormatLike, what: str, operand: bool) -> tuple[str, bool]:
     parsed = format_of(format)
     if isinstance(parsed, BlockFormat):
-        raise ValueError(
-            f"{what} is {parsed.name}, a block format; use its elements' format "
-            f"{parsed.element.name}, or round the operands first with quantize"
-        )
+        if not operand:
+            raise ValueError(
+                f"{what} is {parsed.name}, a block format, but products and sums are rounded one "
+                f"by one; use its elements' format {parsed.element.name}"
+            )
+        return parsed.name, True
     if not parsed.signed:
         raise ValueError(
             f"{what} is {parsed.name}, which has no sign and no zero; use a signed one"
         )
-    return parsed.name
+    return parsed.name, False
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _name(format: FormatLike, what: str) -> str:
-    """Its name; a constant to torch.compile, which need not trace the parsing."""
-    return _scalar(format, what)
+def _named(format: FormatLike, what: str, operand: bool = False) -> tuple[str, bool]:
+    """Name, and whether in blocks: constants to torch.compile, which need not trace the parsing."""
+    return _checked(format, what, operand)
 
 
 def _sums(
@@ -79,8 +82,8 @@ def _sums(
     prefix: str,
 ) -> tuple[str | None, str, bool, int, str]:
     """What the operator wants to know of these."""
-    sums = "fp32" if accumulate is None else _name(accumulate, f"{prefix}accumulate")
-    products = sums if multiply is None else _name(multiply, f"{prefix}multiply")
+    sums = "fp32" if accumulate is None else _named(accumulate, f"{prefix}accumulate")[0]
+    products = sums if multiply is None else _named(multiply, f"{prefix}multiply")[0]
     if fused and multiply is not None:
         raise ValueError(
             f"{prefix}multiply is {products}, but {prefix}fused=True keeps products exact; "
@@ -92,15 +95,12 @@ def _sums(
     return None if fused else products, sums, bool(compensated), chunk, rounding
 
 
-def _operands(operands: Operands) -> tuple[str | None, str | None]:
+def _operands(operands: Operands) -> list[tuple[str | None, bool]]:
+    """Of each operand the format's name, and whether it is rounded in blocks."""
     pair = operands if isinstance(operands, tuple) else (operands, operands)
     if len(pair) != 2:
         raise ValueError(f"operands has {len(pair)} formats; give one for both, or a pair")
-    first, second = pair
-    return (
-        None if first is None else _name(first, "operands"),
-        None if second is None else _name(second, "operands"),
-    )
+    return [(None, False) if each is None else _named(each, "operands", True) for each in pair]
 
 
 def matmul(
@@ -128,8 +128,7 @@ def matmul(
             which combine and broadcast as in :func:`torch.matmul`; any strides.
         b: of the same dtype.
         operands: the format of both operands, or a pair; ``None``: as they are. They are rounded
-            first, float64 once. (A scalar format; block formats come rounded by
-            :func:`narrowgauge.quantize`.)
+            first, float64 once; to a block format in blocks along the dimension summed over.
         multiply: the format of each product; ``None``: that of ``accumulate``.
         accumulate: the format of sums; ``None``: fp32.
         fused: products are exact, as in a fused multiply-add, and ``multiply`` stays away.
@@ -148,21 +147,25 @@ def matmul(
         The product in the dtype of ``a``; float32 holds numbers of every format exactly.
 
     The gradient passes straight through the rounding of operands; the products it then takes part
-    in are made of the operands as they were rounded. If a batch dimension is broadcast, the sum of
-    gradients over it is torch's own, not rounded, unless ``b`` is a matrix: its gradient is one
-    long product. Differentiating twice uses ``backward`` for all further products.
+    in are made of the operands as they were rounded. In a block format they are rounded anew, from
+    ``a`` and ``b`` as they were given, because those products sum over other dimensions: ``grad``
+    and ``b`` in blocks along the columns for ``grad @ b.T``, ``a`` and ``grad`` in blocks along the
+    rows (of all batches, if ``b`` is a matrix) for ``a.T @ grad``. If a batch dimension is
+    broadcast, the sum of gradients over it is torch's own, not rounded, unless ``b`` is a matrix:
+    its gradient is one long product. Differentiating twice uses ``backward`` for all further
+    products.
 
     Raises:
         TypeError: a dtype that is not allowed, or two of them.
-        ValueError: shapes that do not fit; an unknown format or rounding; a format with blocks or
-            without a sign; ``multiply`` with ``fused``; ``chunk`` below 1.
+        ValueError: shapes that do not fit; an unknown format or rounding; a format without a sign,
+            or with blocks for products or sums; ``multiply`` with ``fused``; ``chunk`` below 1.
     """
-    format_a, format_b = _operands(operands)
+    (format_a, in_blocks_a), (format_b, in_blocks_b) = _operands(operands)
     forward = _sums(multiply, accumulate, fused, compensated, chunk, rounding, "")
     gradient, after = None, forward
     if isinstance(backward, MatmulBackward):
         if backward.gradient is not None:
-            gradient = _name(backward.gradient, "backward.gradient")
+            gradient, _ = _named(backward.gradient, "backward.gradient", True)
         after = _sums(
             backward.multiply,
             backward.accumulate,
@@ -181,8 +184,8 @@ def matmul(
     random = "stochastic" in (rounding, after[-1])
     key = codec.random_key("stochastic" if random else rounding, generator)
     dtype = a.dtype
-    left = _rounded(a, format_a, rounding, operators.stream(key, 1))
-    right = _rounded(b, format_b, rounding, operators.stream(key, 2))
+    left = _rounded(a, format_a, in_blocks_a, rounding, operators.stream(key, 1))
+    right = _rounded(b, format_b, in_blocks_b, rounding, operators.stream(key, 2))
     key = operators.stream(key, 3)
     if a.dim() == 1:
         left = left.unsqueeze(0)
@@ -195,13 +198,18 @@ def matmul(
     else:
         left = left.expand(*batch, rows, depth).reshape(batch.numel(), rows, depth)
         right = right.expand(*batch, depth, columns).reshape(batch.numel(), depth, columns)
-    out = operators.matmul(left, right, *forward, gradient, *after, key)
+    blocks = (format_a if in_blocks_a else None, format_b if in_blocks_b else None)
+    out = operators.matmul(left, right, *blocks, *forward, gradient, *after, key)
     shape = [*batch, *(() if a.dim() == 1 else (rows,)), *(() if b.dim() == 1 else (columns,))]
     result: Tensor = out.view(shape).to(dtype)
     return result
 
 
-def _rounded(x: Tensor, format: str | None, rounding: str, key: Tensor | None) -> Tensor:
+def _rounded(
+    x: Tensor, format: str | None, in_blocks: bool, rounding: str, key: Tensor | None
+) -> Tensor:
+    if in_blocks:  # the operator rounds, forward and backward, each time from these numbers
+        return x if x.dtype == torch.float64 else x.float()
     rounded = x if format is None else operators.quantize(x, format, rounding, None, key)
     return rounded.float()
 

@@ -13,25 +13,14 @@ from torch import Tensor
 
 from narrowgauge import codec
 from narrowgauge.formats import FormatLike
-from narrowgauge.kernels import operators
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The second tensor forward, the identity of the first one backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.clone()
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+from narrowgauge.kernels import blocks, operators
 
 
 def quantize(
     x: Tensor,
     format: FormatLike,
     *,
+    dim: int | None = None,
     rounding: str = "nearest-even",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
@@ -42,8 +31,12 @@ def quantize(
     Args:
         x: float32, float64, bfloat16 or float16, of any shape and strides. float64 is rounded
             once; bfloat16 and float16 pass through float32, which holds them exactly.
-        format: a name such as ``"e4m3"``, a format, or a torch dtype. A block format gives what
-            :func:`narrowgauge.decode` makes of :func:`narrowgauge.encode`.
+        format: a name such as ``"e4m3"``, a format, or a torch dtype. A block format without
+            ``dim`` gives what :func:`narrowgauge.decode` makes of :func:`narrowgauge.encode`.
+        dim: for block formats, the dimension along which blocks lie: each row in that direction is
+            cut by itself, and its last block may be shorter. Operands of a product have theirs
+            along the dimension that is summed over. ``None``: the flattened tensor is cut. Scalar
+            formats round each number alone and ignore it.
         rounding: how to choose between the two neighbours.
 
             - ``"nearest-even"``: the nearer one; of two equally near, the one with the even *code*.
@@ -76,6 +69,7 @@ def quantize(
         TypeError: ``x`` is not a dense floating-point tensor, or another argument's type is wrong.
         ValueError: an unknown format, rounding or overflow; an overflow that the format lacks;
             ``out`` of another shape, dtype or device, or partly the same memory as ``x``.
+        IndexError: ``x`` has no dimension ``dim``.
         RuntimeError: ``out`` is given and a gradient is asked for.
     """
     codec.check_input(x, rounding, overflow)
@@ -87,15 +81,12 @@ def quantize(
                 "quantize with out= does not support automatic differentiation, but x or out "
                 "requires grad; leave out= away, or use torch.no_grad()"
             )
-    if layout.block_size:
-        codes = codec.encode(
-            x.detach(), format, rounding=rounding, overflow=overflow, generator=generator
-        )
-        if out is not None:
-            return codec.decode(codes, format, out=out)
-        rounded = codec.decode(codes, format, x.shape, dtype=x.dtype)
-        return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded  # type: ignore[no-untyped-call]
+    if dim is not None and not -max(1, x.dim()) <= dim < max(1, x.dim()):
+        raise IndexError(f"dim is {dim}; x has {x.dim()} dimensions")
     key = codec.random_key(rounding, generator)
+    if layout.block_size:
+        blocked: Tensor = blocks.quantize_blocks(x, layout.name, dim, rounding, overflow, key)
+        return blocked if out is None else out.copy_(blocked)
     if out is None:
         result: Tensor = operators.quantize(x, layout.name, rounding, overflow, key)
         return result
@@ -110,6 +101,7 @@ def quantize_(
     x: Tensor,
     format: FormatLike,
     *,
+    dim: int | None = None,
     rounding: str = "nearest-even",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
@@ -120,7 +112,14 @@ def quantize_(
     of any other tensor passes straight through.
     """
     codec.check_tensor(x, "x")
-    if torch.is_grad_enabled() and x.requires_grad:
-        rounded = quantize(x, format, rounding=rounding, overflow=overflow, generator=generator)
-        return x.copy_(rounded)
-    return quantize(x, format, rounding=rounding, overflow=overflow, generator=generator, out=x)
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    rounded = quantize(
+        x,
+        format,
+        dim=dim,
+        rounding=rounding,
+        overflow=overflow,
+        generator=generator,
+        out=None if differentiable else x,
+    )
+    return x.copy_(rounded) if differentiable else rounded

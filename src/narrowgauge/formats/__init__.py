@@ -4,6 +4,7 @@ Everything that rounds, packs or scales asks a format; a format knows nothing of
 """
 
 from narrowgauge.formats.block import BlockFormat as BlockFormat
+from narrowgauge.formats.block import ScaleRule as ScaleRule
 from narrowgauge.formats.names import Format as Format
 from narrowgauge.formats.names import FormatLike as FormatLike
 from narrowgauge.formats.names import format_of as format_of

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import re
 from functools import cache
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 
-from narrowgauge.formats.block import BlockFormat
+from narrowgauge.formats.block import BlockFormat, ScaleRule
 from narrowgauge.formats.scalar import FloatFormat, IntFormat
 
 Format: TypeAlias = FloatFormat | IntFormat | BlockFormat
@@ -25,6 +25,7 @@ def known_formats() -> dict[str, Format]:
     """The formats with a name of their own, by name; any other is spelt ``eXmY…`` or ``intN``."""
     e5m2, e4m3fn = FloatFormat(5, 2), FloatFormat(4, 3, specials="fn")
     small = [FloatFormat(e, m, specials="finite") for e, m in ((2, 3), (3, 2), (2, 1))]
+    e8m0 = FloatFormat(8, 0, None, "fn", False, False)
     e2m3fn, e3m2fn, e2m1fn = small  # ml_dtypes and OCP call them "fn"; they have no NaN either
     return {
         "fp32": FloatFormat(8, 23), "tf32": FloatFormat(8, 10), "bf16": FloatFormat(8, 7),
@@ -33,11 +34,14 @@ def known_formats() -> dict[str, Format]:
         "e4m3fnuz": FloatFormat(4, 3, specials="fnuz"),
         "e3m4": FloatFormat(3, 4), "e3m0": FloatFormat(3, 0),
         "e2m3fn": e2m3fn, "e3m2fn": e3m2fn, "e2m1fn": e2m1fn,
-        "e8m0": FloatFormat(8, 0, None, "fn", False, False),
+        "e8m0": e8m0,
         "int8": IntFormat(8), "int4": IntFormat(4),
-        "mxfp8_e5m2": BlockFormat(e5m2), "mxfp8_e4m3": BlockFormat(e4m3fn),
-        "mxfp6_e3m2": BlockFormat(e3m2fn), "mxfp6_e2m3": BlockFormat(e2m3fn),
-        "mxfp4_e2m1": BlockFormat(e2m1fn),
+        "mxfp8_e5m2": BlockFormat(e5m2, 32, e8m0, "floor"),
+        "mxfp8_e4m3": BlockFormat(e4m3fn, 32, e8m0, "floor"),
+        "mxfp6_e3m2": BlockFormat(e3m2fn, 32, e8m0, "floor"),
+        "mxfp6_e2m3": BlockFormat(e2m3fn, 32, e8m0, "floor"),
+        "mxfp4_e2m1": BlockFormat(e2m1fn, 32, e8m0, "floor"),
+        "nvfp4": BlockFormat(e2m1fn, 16, e4m3fn, "two-level"),
     }  # fmt: skip
 
 
@@ -60,8 +64,10 @@ def name_of(format: Format) -> str:
     if isinstance(format, IntFormat):
         return f"int{format.bits}"
     if isinstance(format, BlockFormat):
-        suffix = "" if format.scale.name == "e8m0" else f":{format.scale.name}"
-        return f"{format.element.name}@{format.block_size}{suffix}"
+        scale = "" if format.scale.name == "e8m0" else f":{format.scale.name}"
+        usual = format.scale_rule == _usual_rule(format.scale)
+        rule = "" if usual else f":{format.scale_rule}"
+        return f"{format.element.name}@{format.block_size}{scale}{rule}"
     start = f"{'' if format.signed else 'u'}e{format.exponent_bits}m{format.mantissa_bits}"
     start += "" if format.bias == format.usual_bias else f"b{format.bias}"
     end = "" if format.subnormals or not format.signed else "ftz"
@@ -83,6 +89,11 @@ def torch_dtypes() -> dict[Format, torch.dtype]:
     return {known_formats()[name]: dtype for name, dtype in there.items() if dtype is not None}
 
 
+def _usual_rule(scale: FloatFormat) -> ScaleRule:
+    """The rule that a block format's name leaves out."""
+    return "amax" if scale.signed else "fit"
+
+
 def _unknown(name: str) -> ValueError:
     names = list(known_formats())
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
@@ -101,13 +112,14 @@ def _parse(name: str) -> Format:
         return known
     if "@" in text:
         element_text, _, rest = text.partition("@")
-        size, _, scale_text = rest.partition(":")
-        if "@" in scale_text or not re.fullmatch("[0-9]{1,18}", size):
+        size, *how = rest.split(":")
+        rule = how.pop() if how and how[-1] in get_args(ScaleRule) else None
+        if "@" in rest or len(how) > 1 or not re.fullmatch("[0-9]{1,18}", size):
             raise _unknown(name)
-        element, scale = _parse(element_text), _parse(scale_text or "e8m0")
+        element, scale = _parse(element_text), _parse(how[0] if how else "e8m0")
         if isinstance(element, BlockFormat) or not isinstance(scale, FloatFormat):
             raise _unknown(name)
-        return BlockFormat(element, int(size), scale)
+        return BlockFormat(element, int(size), scale, rule or _usual_rule(scale))  # type: ignore[arg-type]
     if re.fullmatch("int[0-9]{1,9}", text):
         return IntFormat(int(text[3:]))
     match = _SPELT.fullmatch(text)
@@ -128,9 +140,11 @@ def format_of(format: FormatLike) -> Format:
     """The format meant by a name, a torch dtype, or a format itself.
 
     Args:
-        format: ``"e4m3"``, ``"bf16"``, ``"mxfp8_e4m3"``, ``"int4@64"``, any ``eXmY`` with an
-            optional bias (``b11``) and suffix (``fn``, ``fnuz``, ``finite``, ``ftz`` for no
-            subnormals); ``torch.bfloat16``; or a format object.
+        format: ``"e4m3"``, ``"bf16"``, ``"mxfp8_e4m3"``, any ``eXmY`` with an optional bias
+            (``b11``) and suffix (``fn``, ``fnuz``, ``finite``, ``ftz`` for no subnormals);
+            ``"int4@64"``, element and block size, then if they are not the usual ones
+            (``e8m0``, ``fit``; with a signed scale ``amax``) ``:scale`` and ``:rule``, as in
+            ``"e2m1fn@16:e4m3fn"``, ``"e4m3fn@64:floor"``; ``torch.bfloat16``; or a format object.
 
     Raises:
         ValueError: the name is unknown (a near name is suggested), or torch's dtype has no format.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.formats import BlockFormat, format_of
 from narrowgauge.kernels import raw, reference
 from narrowgauge.kernels.backends import current
 from narrowgauge.kernels.grid import Grid, Sums, check_rounding, grid_of
@@ -32,7 +33,8 @@ _SCHEMAS = (
     "decode(Tensor codes, str format, SymInt numel, Tensor? scales, int block_size) -> Tensor",
     "decode_out(Tensor codes, str format, Tensor? scales, int block_size, Tensor(a!) out) -> ()",
     "largest_magnitudes(Tensor x, int block_size) -> Tensor",
-    f"matmul(Tensor a, Tensor b, {_SUMS}, str? gradient, {_BACKWARD}, Tensor? key) -> Tensor",
+    f"matmul(Tensor a, Tensor b, str? blocks_a, str? blocks_b, {_SUMS}, str? gradient, "
+    f"{_BACKWARD}, Tensor? key) -> Tensor",
 )
 _library = torch.library.Library("narrowgauge", "DEF")
 for _schema in _SCHEMAS:
@@ -135,10 +137,17 @@ def _quantize_backward(ctx: object, grad: Tensor) -> tuple[Tensor, None, None, N
     return grad, None, None, None, None  # straight through
 
 
+def _check_scales(scales: Tensor | None) -> None:
+    if scales is not None and bool((scales == 0).any()):
+        raise ValueError(
+            f"an exponent is out of range; allowed: -{raw.MAX_EXPONENT} to {raw.MAX_EXPONENT}"
+        )
+
+
 # -- encode ----------------------------------------------------------------------------------------
 
 
-def _encode_into(
+def encode_into(
     x: Tensor,
     out: Tensor | None,
     grid: Grid,
@@ -147,10 +156,21 @@ def _encode_into(
     scales: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    if scales is not None and bool((scales == 0).any()):
-        raise ValueError(
-            f"an exponent is out of range; allowed: -{raw.MAX_EXPONENT} to {raw.MAX_EXPONENT}"
-        )
+    """Packed codes of ``x * scales`` into ``out``, if there is one; on any device.
+
+    Args:
+        x: float32, float64, bfloat16 or float16, any shape.
+        out: uint8, or ``None`` for a new one.
+        grid: the numbers to round to.
+        rounding: see :func:`narrowgauge.quantize`.
+        key: for stochastic rounding.
+        scales: powers of two, float32, one for all (``block_size`` 0) or one per block; a block
+            whose scale is NaN gets codes of 0.
+        block_size: elements per block, or 0.
+
+    Raises:
+        UnrepresentableNaN: a NaN met a format without NaN.
+    """
     flat = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).contiguous().view(-1)
     if x.device.type != "cpu":
         codes, found = reference.encode(flat, grid, rounding, key, scales, block_size)
@@ -178,7 +198,8 @@ def _encode(
     scales: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    return _encode_into(x, None, grid_of(format, overflow), rounding, key, scales, block_size)
+    _check_scales(scales)
+    return encode_into(x, None, grid_of(format, overflow), rounding, key, scales, block_size)
 
 
 def _encode_out(
@@ -191,8 +212,9 @@ def _encode_out(
     block_size: int,
     out: Tensor,
 ) -> None:
+    _check_scales(scales)
     _refuse_overlap(x, out, identity=False)
-    _encode_into(x, out, grid_of(format, overflow), rounding, key, scales, block_size)
+    encode_into(x, out, grid_of(format, overflow), rounding, key, scales, block_size)
     _written(out)
 
 
@@ -213,39 +235,52 @@ def _encode_fake(
 # -- decode ----------------------------------------------------------------------------------------
 
 
-def _decode_into(
-    codes: Tensor, out: Tensor, grid: Grid, scales: Tensor | None, block_size: int
+def decode_into(
+    codes: Tensor,
+    out: Tensor,
+    grid: Grid,
+    scales: Tensor | None,
+    block_size: int,
+    factor: float = 1.0,
 ) -> None:
-    if scales is not None and bool((scales == 0).any()):
-        raise ValueError(
-            f"an exponent is out of range; allowed: -{raw.MAX_EXPONENT} to {raw.MAX_EXPONENT}"
-        )
+    """``float32(value * scales) * factor`` into ``out``, of any dtype and on any device.
+
+    Args:
+        codes: uint8.
+        out: any shape; as many numbers as the codes hold.
+        grid: the numbers they stand for.
+        scales: float32, one for all (``block_size`` 0) or one per block; any numbers.
+        block_size: elements per block, or 0.
+        factor: rounded to float32 first.
+    """
     codes = codes.contiguous()
     if codes.device.type != "cpu":
         values = reference.decode(codes, grid, out.numel())
-        out.copy_(reference.scaled(values, scales, block_size, 1.0).view(out.shape))
+        out.copy_(reference.scaled(values, scales, block_size, factor).view(out.shape))
     elif out.dtype == torch.float32 and out.is_contiguous():
         threads = raw.threads_for(out.numel())
-        current().decode(codes, out.view(-1), grid, scales, block_size, 1.0, threads)
+        current().decode(codes, out.view(-1), grid, scales, block_size, factor, threads)
     else:
         wide = torch.empty(out.shape, dtype=torch.float32, device="cpu")
-        _decode_into(codes, wide, grid, scales, block_size)
+        decode_into(codes, wide, grid, scales, block_size, factor)
         out.copy_(wide)
 
 
 def _decode(
     codes: Tensor, format: str, numel: int, scales: Tensor | None, block_size: int
 ) -> Tensor:
+    _check_scales(scales)
     out = codes.new_empty(numel, dtype=torch.float32)
-    _decode_into(codes, out, grid_of(format), scales, block_size)
+    decode_into(codes, out, grid_of(format), scales, block_size)
     return out
 
 
 def _decode_out(
     codes: Tensor, format: str, scales: Tensor | None, block_size: int, out: Tensor
 ) -> None:
+    _check_scales(scales)
     _refuse_overlap(codes, out, identity=False)
-    _decode_into(codes, out, grid_of(format), scales, block_size)
+    decode_into(codes, out, grid_of(format), scales, block_size)
     _written(out)
 
 
@@ -275,6 +310,8 @@ def _largest_magnitudes_fake(x: Tensor, block_size: int) -> Tensor:
 def _matmul(
     a: Tensor,
     b: Tensor,
+    blocks_a: str | None,
+    blocks_b: str | None,
     multiply: str | None,
     accumulate: str,
     compensated: bool,
@@ -286,6 +323,8 @@ def _matmul(
     sums = Sums(grid, grid_of(accumulate), compensated, chunk, rounding)
     key = rest[-1]
     assert key is None or isinstance(key, Tensor)
+    a = _in_blocks(a, blocks_a, 2, rounding, stream(key, 4))
+    b = _in_blocks(b, blocks_b, 1, rounding, stream(key, 5))
     if a.device.type != "cpu":
         return reference.matmul(a, b, sums, key)
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
@@ -293,8 +332,18 @@ def _matmul(
     return out
 
 
+def _in_blocks(
+    x: Tensor, format: str | None, dim: int, rounding: str, key: Tensor | None
+) -> Tensor:
+    """``x`` in float32, rounded in blocks along the dimension that the product sums over."""
+    if format is None:
+        return x
+    rounded: Tensor = torch.ops.narrowgauge.quantize_blocks(x, format, dim, rounding, None, key)
+    return rounded.float()
+
+
 def _matmul_fake(a: Tensor, b: Tensor, *rest: object) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2], dtype=torch.float32)
 
 
 def stream(key: Tensor | None, number: int) -> Tensor | None:
@@ -305,23 +354,30 @@ def stream(key: Tensor | None, number: int) -> Tensor | None:
 def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, *_, key = inputs
     ctx.save_for_backward(a, b, *(() if key is None else (key,)))
-    ctx.how = inputs[7:13]
+    ctx.blocks = inputs[2:4]
+    ctx.how = inputs[9:15]
 
 
 def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, *keys = ctx.saved_tensors
     key = keys[0] if keys else None
     gradient, *sums = ctx.how
-    if gradient is not None:
+    blocks_a, blocks_b = ctx.blocks
+    blocks_grad = None
+    if gradient is not None and isinstance(format_of(gradient), BlockFormat):
+        blocks_grad = gradient  # each product below cuts it along its own sum
+    elif gradient is not None:
         grad = quantize(grad, gradient, sums[-1], None, stream(key, 1))
     # What is differentiated again, is so by the rules of the backward pass.
     how = (*sums, gradient, *sums)
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
-        grad_a = matmul(grad, b.transpose(1, 2), *how, stream(key, 2))
+        across = b.transpose(1, 2)
+        grad_a = matmul(grad, across, blocks_grad, blocks_b, *how, stream(key, 2)).to(a.dtype)
     if ctx.needs_input_grad[1]:
-        grad_b = matmul(a.transpose(1, 2), grad, *how, stream(key, 3))
-    return (grad_a, grad_b, *(None,) * 12)
+        across = a.transpose(1, 2)
+        grad_b = matmul(across, grad, blocks_a, blocks_grad, *how, stream(key, 3)).to(b.dtype)
+    return (grad_a, grad_b, *(None,) * 14)
 
 
 def _register() -> None:
