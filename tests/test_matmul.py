@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from narrowgauge import FloatFormat, MatmulBackward, format_of, kernels, matmul, quantize
-from tests import matmul_by_hand
+from narrowgauge import (
+    BlockFormat,
+    FloatFormat,
+    MatmulBackward,
+    format_of,
+    kernels,
+    matmul,
+    quantize,
+)
+from tests import blocks_by_hand, matmul_by_hand
 from tests.numbers_by_hand import same
 
 
@@ -372,6 +380,102 @@ def test_stochastic_gradients_obey_the_seed() -> None:
     assert same(matmul(a, b, operands="e5m2", backward=backward), matmul(a, b, operands="e5m2"))
 
 
+# -- block formats ---------------------------------------------------------------------------------
+
+
+def in_blocks(x: torch.Tensor, name: str, dim: int) -> torch.Tensor:
+    """A matrix rounded by definition, in blocks along its rows (1) or columns (0)."""
+    format = format_of(name)
+    assert isinstance(format, BlockFormat)
+    rows = x if dim == 1 else x.t()
+    # Zeros up to a whole block let one call round all rows: a second level is the tensor's.
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % format.block_size))
+    rounded = blocks_by_hand.quantized(padded.flatten(), format).view(padded.shape)
+    rounded = rounded[:, : rows.shape[1]].float()
+    return rounded if dim == 1 else rounded.t()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "incoming"),
+    [("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e5m2"), ("nvfp4", "nvfp4", "nvfp4"),
+     ("int4@5", "e2m1fn@16:e4m3fn", None), ("mxfp4_e2m1", "e4m3", "e5m2"),
+     (None, "mxfp6_e2m3", "mxfp8_e4m3")],
+)  # fmt: skip
+def test_blocks_lie_along_the_sum_of_each_product(
+    first: str | None, second: str | None, incoming: str | None
+) -> None:
+    """Forward and both backward products, from the numbers given, not from rounded ones."""
+
+    def rounded(x: torch.Tensor, name: str | None, dim: int) -> torch.Tensor:
+        if name is None:
+            return x
+        blocks = isinstance(format_of(name), BlockFormat)
+        return in_blocks(x, name, dim) if blocks else quantize(x, name)
+
+    a, b = torch.randn(6, 37, requires_grad=True), torch.randn(37, 9, requires_grad=True)
+    grad = torch.randn(6, 9)
+    backward = MatmulBackward(incoming, accumulate="bf16")
+    out = matmul(a, b, operands=(first, second), accumulate="fp16", backward=backward)
+    out.backward(grad)
+    x, y = a.detach(), b.detach()
+    fp16, bf16 = floating("fp16"), floating("bf16")
+
+    def product(left: torch.Tensor, right: torch.Tensor, sums: FloatFormat) -> torch.Tensor:
+        return matmul_by_hand.matrix(left, right, sums, sums, False, 1)
+
+    assert same(out.detach(), product(rounded(x, first, 1), rounded(y, second, 0), fp16))
+    wanted = product(rounded(grad, incoming, 1), rounded(y.t(), second, 0), bf16)
+    assert same(a.grad, wanted)  # type: ignore[arg-type]
+    wanted = product(rounded(x.t(), first, 1), rounded(grad, incoming, 0), bf16)
+    assert same(b.grad, wanted)  # type: ignore[arg-type]
+
+
+def test_blocks_of_every_shape_and_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        a = torch.randn(3, 1, 4, 20, dtype=dtype, requires_grad=True)
+        b = torch.randn(2, 20, 5, dtype=dtype, requires_grad=True)
+        backward = MatmulBackward("mxfp8_e5m2")
+        out = matmul(a, b, operands="mxfp8_e4m3", backward=backward)
+        left, right = quantize(a, "mxfp8_e4m3", dim=-1), quantize(b, "mxfp8_e4m3", dim=-2)
+        assert same(out, matmul(left.float(), right.float()).to(dtype))
+        (grad,) = torch.autograd.grad(out.sum(), b)
+        assert grad.dtype == dtype
+        assert grad.shape == b.shape
+    tokens, weight = torch.randn(2, 3, 40), torch.randn(40, 7, requires_grad=True)
+    out = matmul(tokens, weight, operands="nvfp4")
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    flat = quantize(tokens.view(6, 40), "nvfp4", dim=0)  # blocks over the tokens of all batches
+    assert same(grad, matmul(flat.t(), torch.ones(6, 7)))
+    above = torch.full((1, 32), 1.0625 + 2.0**-40, dtype=torch.float64)  # rounded once
+    above[0, 0] = 256.0
+    ones = torch.ones(32, 1, dtype=torch.float64)
+    assert matmul(above, ones, operands=("e4m3fn@32", "fp32")).item() == 256 + 31 * 1.125
+
+
+def test_blocks_differentiate_twice_and_obey_the_seed() -> None:
+    a, b = torch.randn(4, 50, requires_grad=True), torch.randn(50, 40, requires_grad=True)
+    grad, direction = torch.randn(4, 40, requires_grad=True), torch.randn(4, 50)
+    backward = MatmulBackward("mxfp8_e5m2")
+    out = matmul(a, b, operands="mxfp4_e2m1", backward=backward)
+    (first,) = torch.autograd.grad(out, a, grad, create_graph=True)
+    by_grad, by_b = torch.autograd.grad(first, (grad, b), direction)
+    v, g = direction, grad.detach()  # first is g @ b.T, so v @ b and v.T @ g
+    right = quantize(b.detach(), "mxfp4_e2m1", dim=0)
+    assert same(by_grad, matmul(quantize(v, "mxfp8_e5m2", dim=1), right))
+    left = quantize(v.t(), "mxfp8_e5m2", dim=1)
+    assert same(by_b, matmul(left, quantize(g, "mxfp8_e5m2", dim=0)))
+    backward = MatmulBackward("nvfp4", rounding="stochastic")
+    grads = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        out = matmul(a, b, operands="nvfp4", rounding="stochastic", backward=backward)
+        grads.append(
+            torch.cat([out.flatten(), torch.autograd.grad(out.exp().sum(), a)[0].flatten()])
+        )
+    assert same(grads[0], grads[1])
+    assert not same(grads[0], grads[2])
+
+
 # -- torch's own tests of operators, and the compiler ----------------------------------------------
 
 
@@ -398,7 +502,8 @@ def test_compiles_without_graph_breaks(backend: str) -> None:
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         plain = matmul(a, b, operands=("e4m3", special), accumulate="fp16")
         other = matmul(a, b, rounding="stochastic", fused=True, chunk=4, backward=backward)
-        return plain + other
+        blocks = MatmulBackward("mxfp8_e5m2", rounding="stochastic")
+        return plain + other + matmul(a, b, operands=("nvfp4", "int4@7"), backward=blocks)
 
     a, b = torch.randn(2, 6, 9, requires_grad=True), torch.randn(9, 5, requires_grad=True)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

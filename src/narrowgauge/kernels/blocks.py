@@ -237,7 +237,7 @@ def _quantize_blocks(
     key: Tensor | None,
 ) -> Tensor:
     parsed = _block_format(format)
-    if dim is None:
+    if dim is None or x.dim() == 0:
         codes = _encode_blocks(x, format, rounding, overflow, key)
         return _decode_blocks(codes, format, x.numel(), x.dtype).view(x.shape)
     rows = x.movedim(dim, -1)
