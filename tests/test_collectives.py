@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import narrowgauge
+from narrowgauge.codec import packed_size
 from narrowgauge.collectives.layout import cut
 from narrowgauge.collectives.reduce import Reducer
-from narrowgauge.formats import FloatFormat, IntFormat, format_of
+from narrowgauge.formats import BlockFormat, FloatFormat, format_of
 from narrowgauge.scaling import scale_exponents
 from tests.ranks import Raised, run_ranks
 
@@ -45,7 +46,6 @@ def reduced(format: str, scale: Any, op: Any, message_bytes: int | None) -> list
         narrowgauge.all_reduce(tensors, format, scale=scale, op=op)
         return tensors
     parsed = format_of(format)
-    assert isinstance(parsed, FloatFormat | IntFormat)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]
     reducer = Reducer(message_bytes=message_bytes)
@@ -323,6 +323,100 @@ def test_threads_end_with_their_reducer() -> None:
     assert run_ranks(forgotten, 2) == [(3, 0), (3, 0)]
 
 
+# -- block formats -----------------------------------------------------------------------------
+
+BLOCKS = ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4", "int4@64", "int8@7", "e4m3fn@32"]
+
+
+def in_blocks(message_bytes: int | None) -> dict[str, list[torch.Tensor]]:
+    return {
+        f"{name} {op}": reduced(name, "local", op, message_bytes)
+        for name in BLOCKS
+        for op in ("mean", "sum")
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("message_bytes", [None, 10_000])
+def test_blocks_are_what_one_process_would_make_of_them(
+    world_size: int, message_bytes: int | None
+) -> None:
+    """Each part that travels: round, sum in float32 in rank order, and in two steps round again."""
+    results = run_ranks(in_blocks, world_size, message_bytes)
+    flats = [torch.cat([t.reshape(-1) for t in gradients(rank)]) for rank in range(world_size)]
+    sizes = [math.prod(shape) for shape in SHAPES]
+    for name in BLOCKS:
+        layout = cut(sizes, [format_of(name)] * len(sizes), world_size, message_bytes or 1 << 20)
+        mean = torch.full_like(flats[0], math.nan)
+        for segment in (s for chunk in layout.chunks for piece in chunk for s in piece.segments):
+            window = slice(segment.begin, segment.end)
+            parts = [narrowgauge.quantize(flat[window], name) for flat in flats]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            # As the collective divides: by a power of two first.
+            shift = 2.0 ** (world_size - 1).bit_length()
+            mean[window] = total / shift * torch.tensor(shift / world_size)
+            if world_size > 2:
+                mean[window] = narrowgauge.quantize(mean[window], name)
+        for op, expected in (("mean", mean), ("sum", mean * world_size)):
+            for result in results:
+                got = torch.cat([tensor.reshape(-1) for tensor in result[f"{name} {op}"]])
+                assert torch.equal(got, expected), (name, op)
+
+
+def blocks_sent(numel: int) -> list[int]:
+    sent = [bytes_sent(name, numel) for name in BLOCKS]
+    assert all(sent)
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_of_blocks_are_those_of_their_packed_size(world_size: int) -> None:
+    numel = 448 * world_size * 10
+    for sent in run_ranks(blocks_sent, world_size, numel):
+        for name, count in zip(BLOCKS, sent, strict=True):
+            layout = cut([numel], [format_of(name)], world_size, 1 << 20)
+            pieces = [piece for chunk in layout.chunks for piece in chunk]
+            own = len(pieces) * 4 if name == "nvfp4" else 0
+            whole = packed_size(numel, name) + own - (4 if own else 0) + len(pieces)
+            assert sum(piece.size for piece in pieces) == whole
+            share = 1 if world_size == 2 else 2 * (world_size - 1) / world_size
+            assert count == pytest.approx(whole * share, rel=0.02)
+
+
+def blocks_with_special_values() -> list[list[torch.Tensor]]:
+    results = []
+    for special in (math.nan, math.inf, -math.inf):
+        for name in BLOCKS:
+            tensors = [torch.ones(999), torch.ones(300), torch.zeros(7), torch.full((64,), 3e38)]
+            if dist.get_rank() == 1:
+                tensors[1][130] = special
+            narrowgauge.all_reduce(tensors, name)
+            results.append(tensors)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_block_that_is_not_finite_on_one_rank_is_nan_on_all(world_size: int) -> None:
+    results = run_ranks(blocks_with_special_values, world_size)
+    for number, (good, bad, zero, huge) in enumerate(results[0]):
+        format = format_of(BLOCKS[number % len(BLOCKS)])
+        assert isinstance(format, BlockFormat)
+        assert torch.equal(good, torch.ones(999))
+        assert torch.equal(zero, torch.zeros(7))
+        assert torch.allclose(huge, torch.full((64,), 3e38), rtol=0.3)
+        block = 130 // format.block_size
+        marked = torch.zeros(300, dtype=torch.bool)
+        marked[block * format.block_size : (block + 1) * format.block_size] = True
+        assert torch.equal(bad.isnan(), marked)
+        assert torch.equal(bad[~marked], torch.ones(300)[~marked])
+    for result in results[1:]:
+        for ours, theirs in zip(result, results[0], strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
@@ -521,7 +615,18 @@ def test_after_a_failure_every_further_call_says_so() -> None:
         ((torch.ones(2), "e4m3fm"), {}, ValueError, "did you mean 'e4m3fn'?"),
         ((torch.ones(2), "tf32"), {}, ValueError, "format 'tf32' cannot travel between ranks"),
         ((torch.ones(2), "e8m0"), {}, ValueError, "format 'e8m0' cannot travel between ranks"),
-        ((torch.ones(2), "mxfp8_e4m3"), {}, ValueError, "use its element format 'e4m3fn'"),
+        (
+            (torch.ones(2), "nvfp4"),
+            {"scale": "shared"},
+            ValueError,
+            "scale is 'shared', but nvfp4 brings a scale per block, each rank's own; leave scale=",
+        ),
+        (
+            (torch.ones(2), "int4@64"),
+            {"scale": None},
+            ValueError,
+            "or use its elements' format int4",
+        ),
         ((torch.ones(2), "e5m2"), {"op": "max"}, ValueError, "op is 'max'; allowed: 'mean', 'sum'"),
         ((torch.ones(2), "e5m2"), {"scale": "big"}, ValueError, "scale is 'big'; allowed: 'local'"),
         ((torch.ones(2).int(), "e5m2"), {}, TypeError, "a tensor is torch.int32 on cpu"),
@@ -540,11 +645,10 @@ def test_bad_arguments_are_refused_by_name(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("message_bytes", [1, 100, 5000, 1 << 20])
 def test_layout_covers_every_element_once(world_size: int, message_bytes: int) -> None:
-    names = ["e5m2", "fp32", "e2m1fn", "e3m2fn", "bf16", "e5m2"]
+    names = ["e5m2", "fp32", "e2m1fn", "e3m2fn", "bf16", "e5m2", "mxfp6_e3m2", "nvfp4", "int4@7"]
     formats = [format_of(name) for name in names]
-    sizes = [1000, 0, 333, 1, 5000, 70]
-    narrow = [f for f in formats if isinstance(f, FloatFormat | IntFormat)]
-    layout = cut(sizes, narrow, world_size, message_bytes)
+    sizes = [1000, 0, 333, 1, 5000, 70, 2000, 1001, 3]
+    layout = cut(sizes, formats, world_size, message_bytes)
     covered = [s for chunk in layout.chunks for piece in chunk for s in piece.segments]
     assert [s.begin for s in covered] == [0, *(s.end for s in covered[:-1])]
     assert covered[-1].end == sum(sizes)
@@ -557,3 +661,8 @@ def test_layout_covers_every_element_once(world_size: int, message_bytes: int) -
                 *ends[:-1],
             ][: len(piece.segments)]
             assert piece.size == (ends[-1] if ends else 0)
+            for segment in piece.segments:
+                assert segment.size == packed_size(segment.end - segment.begin, segment.format)
+                begin = segment.begin - sum(sizes[: segment.tensor])
+                if isinstance(segment.format, BlockFormat):
+                    assert begin % segment.format.block_size == 0

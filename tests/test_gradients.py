@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge
+from narrowgauge.codec import packed_size
 from narrowgauge.gradients import parameter_formats
 from tests.ranks import Raised, run_ranks
 
@@ -201,6 +202,16 @@ def test_wide_gradients_have_no_round_off_error() -> None:
         assert all(step["round_off_error"] < 1e-6 for step in steps)
 
 
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4", "int4@64"])
+def test_the_ledger_counts_scales_of_blocks(name: str) -> None:
+    sizes = [parameter.numel() for parameter in Network().parameters()]
+    # An exponent byte per tensor comes on top, and the plan's fingerprint of 8 bytes.
+    whole = sum(packed_size(size, name) + 1 for size in sizes) + 8
+    for steps, _ in run_ranks(ledger_of, 2, name, 1):
+        assert all(step["bytes_sent"] == whole for step in steps)
+        assert all(0.01 < step["round_off_error"] < 1 for step in steps)
+
+
 def train(format: str | None) -> list[float]:
     network = Network()
     model = DistributedDataParallel(network)
@@ -220,9 +231,10 @@ def train(format: str | None) -> list[float]:
 
 def test_training_goes_down_as_with_plain_ddp() -> None:
     plain = run_ranks(train, 2, None)
-    ours = run_ranks(train, 2, "e4m3")
-    assert ours[0][-1] < ours[0][0] / 1.2
-    assert ours[0][-1] == pytest.approx(plain[0][-1], rel=0.02)
+    for format, tolerance in (("e4m3", 0.02), ("mxfp8_e4m3", 0.02), ("nvfp4", 0.05)):
+        ours = run_ranks(train, 2, format)
+        assert ours[0][-1] < ours[0][0] / 1.2
+        assert ours[0][-1] == pytest.approx(plain[0][-1], rel=tolerance)
 
 
 def uneven_inputs() -> list[torch.Tensor]:
@@ -345,6 +357,7 @@ def bad_arguments() -> list[str]:
         (("e5m2",), {"scale": "global"}),
         (("e5m2",), {"keep": {"fcc": "fp32"}}),
         (("e5m2",), {"keep": {"fc": "fp99"}}),
+        (("e5m2",), {"keep": {"fc": "nvfp4"}, "scale": None}),
         (("e5m2",), {"measure_error_every": -1}),
         (("e5m2",), {"message_bytes": 0}),
     ):
@@ -367,6 +380,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
         "scale is 'global'; allowed: 'local', 'shared'",
         "keep names 'fcc', which matches no parameter; did you mean 'fc'?",
         "format 'fp99' is unknown",
+        "scale is None, but nvfp4 brings a scale per block",
         "measure_error_every is -1; allowed: 0 (never) or more",
         "message_bytes is 0; it must be at least 1",
         "can only be called once",

@@ -6,16 +6,18 @@ other; with more than two ranks a chunk is cut into one *piece* per rank, which 
 all. A piece is one message: first one exponent byte per *segment*, then the packed codes. Segments
 are the parts of tensors inside a piece: no scale is ever shared between tensors. Cutting by bytes
 rather than by tensors keeps the messages equal, at the price of more than one scale per tensor.
+Tensors in block formats are cut between blocks; their scales lie with the codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from narrowgauge.formats import FloatFormat, IntFormat
-from narrowgauge.kernels.raw import packed_bytes
+from narrowgauge.formats import BlockFormat, Format
+from narrowgauge.kernels.blocks import packed_size
 
 _ALIGNMENT = 16  # elements; vector kernels start at the beginning of a cache line
 
@@ -24,13 +26,13 @@ _ALIGNMENT = 16  # elements; vector kernels start at the beginning of a cache li
 class Segment:
     """Elements ``begin`` to ``end`` of the flat buffer, all of one tensor and format.
 
-    ``offset`` and ``size`` are bytes: where their codes lie in the message.
+    ``offset`` and ``size`` are bytes: where their codes (and scales per block) lie in the message.
     """
 
     tensor: int
     begin: int
     end: int
-    format: FloatFormat | IntFormat
+    format: Format
     offset: int
     size: int
 
@@ -57,14 +59,14 @@ class Layout:
 
     numel: int
     sizes: tuple[int, ...]
-    formats: tuple[FloatFormat | IntFormat, ...]
+    formats: tuple[Format, ...]
     chunks: tuple[tuple[Piece, ...], ...]
     one_shot: bool
 
 
 def cut(
     sizes: Sequence[int],
-    formats: Sequence[FloatFormat | IntFormat],
+    formats: Sequence[Format],
     world_size: int,
     message_bytes: int,
 ) -> Layout:
@@ -86,27 +88,27 @@ def cut(
     return Layout(sum(sizes), tuple(sizes), tuple(formats), chunks, one_shot)
 
 
-def _borders(
-    sizes: Sequence[int], formats: Sequence[FloatFormat | IntFormat], count: int
-) -> list[int]:
+def _borders(sizes: Sequence[int], formats: Sequence[Format], count: int) -> list[int]:
     """Element indices that cut the flat buffer into ``count`` parts of about equal bytes."""
     total_bits = sum(size * format.bits for size, format in zip(sizes, formats, strict=True))
     borders = [0]
-    begin = bits_before = 0
+    begin, bits_before = 0, 0.0
     for size, format in zip(sizes, formats, strict=True):
         bits = size * format.bits
         while len(borders) < count and bits_before + bits >= total_bits * len(borders) // count:
             target_bits = total_bits * len(borders) // count - bits_before
-            index = begin + target_bits // format.bits
-            borders.append(max(borders[-1], index - index % _ALIGNMENT))
+            index = begin + int(target_bits // format.bits)
+            if isinstance(format, BlockFormat):
+                index -= (index - begin) % math.lcm(_ALIGNMENT, format.block_size)
+            else:
+                index -= index % _ALIGNMENT
+            borders.append(max(borders[-1], index))
         begin += size
         bits_before += bits
     return borders + [begin] * (count + 1 - len(borders))
 
 
-def _piece(
-    sizes: Sequence[int], formats: Sequence[FloatFormat | IntFormat], begin: int, end: int
-) -> Piece:
+def _piece(sizes: Sequence[int], formats: Sequence[Format], begin: int, end: int) -> Piece:
     parts = []
     tensor_begin = 0
     for tensor, (size, format) in enumerate(zip(sizes, formats, strict=True)):
@@ -117,7 +119,7 @@ def _piece(
     offset = len(parts)  # one exponent byte each comes first
     segments = []
     for tensor, first, last, format in parts:
-        size = packed_bytes(last - first, format.bits)
+        size = packed_size(last - first, format)
         segments.append(Segment(tensor, first, last, format, offset, size))
         offset += size
     return Piece(tuple(segments), offset)

@@ -1,8 +1,9 @@
 """What a message says: exponents and codes of one piece, written, summed and read.
 
 Pure arithmetic on buffers, without ranks or threads. A message starts with one exponent byte per
-segment; two values stand for "all zero" and "not finite", whose codes carry nothing. Sums are made
-in float32, in the order of the senders.
+segment; two values stand for "all zero" and "not finite", whose codes carry nothing. Block formats
+bring their own scales, so their exponent is 0, and what is not finite is marked block by block.
+Sums are made in float32, in the order of the senders.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 from narrowgauge import kernels
 from narrowgauge.collectives.layout import Piece, Segment
-from narrowgauge.formats import FloatFormat, IntFormat
+from narrowgauge.formats import BlockFormat, Format
+from narrowgauge.kernels.blocks import decode_blocks_into, encode_blocks_into
 from narrowgauge.scaling import (
     ALL_ZERO,
     NON_FINITE,
@@ -40,7 +42,7 @@ class Arithmetic:
     scale: Scale
     op: Op
 
-    def factors(self, format: FloatFormat | IntFormat) -> tuple[int, float, int, float]:
+    def factors(self, format: Format) -> tuple[int, float, int, float]:
         """Powers and factors around the sum: ``(shift, factor, result_shift, last_factor)``.
 
         Values are multiplied by ``2**-shift`` before they are summed, so that the sum of huge
@@ -53,7 +55,7 @@ class Arithmetic:
         """
         size = self.world_size
         mean = self.op == "mean"
-        if not needs_scale(format):
+        if not isinstance(format, BlockFormat) and not needs_scale(format):
             return 0, (1 / size if mean else 1.0), 0, 1.0
         shift = (size - 1).bit_length()  # a power of two, so nothing rounds
         if self.scale == "shared":
@@ -69,11 +71,13 @@ def largest_exponents_of(
     return largest_exponents(torch.cat([_magnitude(part) for part in parts]), world_size)
 
 
-def agreed_exponents(
-    largest: torch.Tensor, formats: tuple[FloatFormat | IntFormat, ...]
-) -> list[int]:
+def agreed_exponents(largest: torch.Tensor, formats: tuple[Format, ...]) -> list[int]:
     """APS's scale exponents per tensor from the maximum over ranks of the contributions."""
-    by_format = {format: shared_exponents(largest, format).tolist() for format in set(formats)}
+    by_format = {
+        format: shared_exponents(largest, format).tolist()
+        for format in set(formats)
+        if not isinstance(format, BlockFormat)  # refused by check_scale
+    }
     return [by_format[format][number] for number, format in enumerate(formats)]
 
 
@@ -95,7 +99,10 @@ def pack(
         if exponent not in (ALL_ZERO, NON_FINITE):
             values = flat[segment.begin : segment.end]
             codes = message[segment.offset : segment.offset + segment.size]
-            kernels.encode_into(values, segment.format, exponent, codes, threads=_THREADS)
+            if isinstance(segment.format, BlockFormat):
+                encode_blocks_into(values, segment.format, codes)
+            else:
+                kernels.encode_into(values, segment.format, exponent, codes, threads=_THREADS)
 
 
 def reduce_into(
@@ -104,6 +111,11 @@ def reduce_into(
     """Reduce the messages of all ranks, in rank order, into ``flat`` (one-shot)."""
     for segment, senders in _segments(piece, messages):
         out = flat[segment.begin : segment.end]
+        if isinstance(segment.format, BlockFormat):
+            _reduce_blocks(segment.format, senders, out, arithmetic)
+            _, _, _, last_factor = arithmetic.factors(segment.format)
+            out.mul_(last_factor)
+            continue
         special = _special(senders)
         if special is not None:
             out.fill_(math.nan if special == NON_FINITE else 0.0)
@@ -126,6 +138,13 @@ def reduce_and_encode(
     """Reduce the messages of all ranks, in rank order, into the message ``result`` (two-shot)."""
     exponents = []
     for segment, senders in _segments(piece, messages):
+        codes = result[segment.offset : segment.offset + segment.size]
+        if isinstance(segment.format, BlockFormat):
+            total = torch.empty(segment.end - segment.begin, dtype=torch.float32, device="cpu")
+            _reduce_blocks(segment.format, senders, total, arithmetic)
+            encode_blocks_into(total, segment.format, codes)
+            exponents.append(0)
+            continue
         special = _special(senders)
         if special is not None:
             exponents.append(special)
@@ -139,7 +158,7 @@ def reduce_and_encode(
                 segment.format,
                 [exponent + shift for exponent, _ in present],
                 exponent,
-                result[segment.offset : segment.offset + segment.size],
+                codes,
                 numel=segment.end - segment.begin,
                 factor=factor,
                 threads=_THREADS,
@@ -159,9 +178,31 @@ def unpack(piece: Piece, message: torch.Tensor, flat: torch.Tensor, arithmetic: 
             out.fill_(math.nan if exponent == NON_FINITE else 0.0)
             continue
         _, _, _, last_factor = arithmetic.factors(segment.format)
+        if isinstance(segment.format, BlockFormat):
+            decode_blocks_into(codes, segment.format, out)
+            out.mul_(last_factor)
+            continue
         kernels.decode_into(
             codes, segment.format, exponent, out, factor=last_factor, threads=_THREADS
         )
+
+
+def _reduce_blocks(
+    format: BlockFormat,
+    senders: list[tuple[int, torch.Tensor]],
+    out: torch.Tensor,
+    arithmetic: Arithmetic,
+) -> None:
+    """The sum of the senders' numbers, in rank order, before the last factor, into ``out``."""
+    shift, factor, _, _ = arithmetic.factors(format)
+    term = torch.empty_like(out)
+    for number, (_, codes) in enumerate(senders):
+        target = term if number else out
+        decode_blocks_into(codes, format, target)
+        target.mul_(2.0**-shift)  # a power of two, by which huge gradients stay finite
+        if number:
+            out.add_(term)
+    out.mul_(factor)
 
 
 def _exponents(
@@ -169,7 +210,9 @@ def _exponents(
 ) -> list[int]:
     """The exponent byte of each segment."""
     exponents = [0] * len(piece.segments)
-    for format in {segment.format for segment in piece.segments if needs_scale(segment.format)}:
+    for format in {segment.format for segment in piece.segments}:
+        if isinstance(format, BlockFormat) or not needs_scale(format):
+            continue
         numbers = [n for n, segment in enumerate(piece.segments) if segment.format == format]
         segments = [piece.segments[number] for number in numbers]
         magnitudes = torch.cat([_magnitude(flat[s.begin : s.end]) for s in segments])

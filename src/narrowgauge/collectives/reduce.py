@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
@@ -39,7 +39,7 @@ from narrowgauge.collectives.message import (
 )
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
-from narrowgauge.formats import BlockFormat, FloatFormat, FormatLike, IntFormat, format_of
+from narrowgauge.formats import BlockFormat, Format, FormatLike, format_of
 
 MESSAGE_BYTES = 1 << 20
 """Messages of about this size: small enough to overlap codec and wire, large enough that the cost
@@ -98,7 +98,7 @@ class Reducer:
         self,
         flat: torch.Tensor,
         sizes: Sequence[int],
-        formats: Sequence[FloatFormat | IntFormat],
+        formats: Sequence[Format],
         *,
         scale: Scale = "local",
         op: Op = "mean",
@@ -156,7 +156,7 @@ class Reducer:
     def _plan(
         self,
         sizes: tuple[int, ...],
-        formats: tuple[FloatFormat | IntFormat, ...],
+        formats: tuple[Format, ...],
         scale: Scale,
         op: Op,
     ) -> Plan:
@@ -314,31 +314,32 @@ def _reducer_of(group: dist.ProcessGroup | None) -> Reducer:
     return _reducers[key]
 
 
-def wire_format(format: FormatLike) -> FloatFormat | IntFormat:
-    """``format`` as one that can travel: fp32, or signed and of at most 16 bits.
+def wire_format(format: FormatLike) -> Format:
+    """``format`` as one that can travel: fp32, blocks, or signed and of at most 16 bits.
 
     Raises:
-        ValueError: it is a block format, an unsigned one, or wider than 16 bits and not fp32.
+        ValueError: it is unsigned, or wider than 16 bits and not fp32.
     """
     parsed = format_of(format)
-    if isinstance(parsed, BlockFormat):
-        raise ValueError(
-            f"format {parsed.name!r} has scales per block, which gradients do not travel with yet; "
-            f"use its element format {parsed.element.name!r}: each tensor gets a scale of its own"
-        )
     fits = parsed.bits <= 16 or parsed.name == "fp32"
-    if not fits or (isinstance(parsed, FloatFormat) and not parsed.signed):
+    if not isinstance(parsed, BlockFormat) and not (fits and parsed.signed):
         raise ValueError(
-            f"format {parsed.name!r} cannot travel between ranks; allowed: fp32, or signed formats "
-            "of at most 16 bits such as e5m2, e4m3, int8, bf16"
+            f"format {parsed.name!r} cannot travel between ranks; allowed: fp32, block formats, or "
+            "signed formats of at most 16 bits such as e5m2, e4m3, int8, bf16"
         )
     return parsed
 
 
-def check_scale(scale: object) -> None:
-    """Raise ValueError unless ``scale`` is ``"local"``, ``"shared"`` or ``None``."""
+def check_scale(scale: object, formats: Iterable[Format] = ()) -> None:
+    """Raise ValueError unless ``scale`` is known, and one that all of these formats can have."""
     if scale not in ("local", "shared", None):
         raise ValueError(f"scale is {scale!r}; allowed: 'local', 'shared' (APS as published), None")
+    for format in formats:
+        if isinstance(format, BlockFormat) and scale != "local":
+            raise ValueError(
+                f"scale is {scale!r}, but {format.name} brings a scale per block, each rank's own; "
+                f"leave scale='local', or use its elements' format {format.element.name}"
+            )
 
 
 def all_reduce(
@@ -353,30 +354,34 @@ def all_reduce(
     """All-reduce tensors in place, sent between ranks in ``format``; every rank gets the same bits.
 
     Codes are summed in float32. A tensor with a NaN or infinity on any rank becomes non-finite on
-    every rank; one that is zero everywhere stays zero. With one rank nothing moves or changes.
+    every rank (in block formats NaN, in that block); one that is zero everywhere stays zero. With
+    one rank nothing moves or changes.
 
     Args:
         tensors: one tensor or several, on the CPU, of a floating dtype, any shape and strides. All
             ranks must pass the same shapes in the same order. Other dtypes than float32 are
             converted to float32 and back.
-        format: the format on the wire: fp32, or any signed format of at most 16 bits.
+        format: the format on the wire: fp32, any signed format of at most 16 bits, or a block
+            format. Blocks are cut from each flattened tensor (and from the parts of it that travel
+            in messages of their own); a second level of scales is that of such a part.
         op: ``"mean"`` or ``"sum"`` over the ranks.
         scale: ``"local"``: each rank scales each tensor by its own largest magnitude and sends the
             exponent along. ``"shared"``: APS as published (arXiv 1911.08907, section 3): ranks
             first agree on one exponent per tensor with room for the sum. ``None``: no scaling.
+            Block formats scale themselves: with them, only ``"local"``.
         group: the process group; ``None`` is the default one. The messages travel on a Gloo group
             of our own over the same ranks, made at the first call, which all of them must make.
         async_op: return at once with a :class:`Reduction` to wait for.
 
     Raises:
         TypeError: a tensor that is not floating or not on the CPU.
-        ValueError: an unknown ``format``, ``op`` or ``scale``.
+        ValueError: an unknown ``format``, ``op`` or ``scale``, or a ``scale`` for blocks.
         CollectiveError: a rank died or did not answer, or the ranks' arguments differ.
     """
     if op not in ("mean", "sum"):
         raise ValueError(f"op is {op!r}; allowed: 'mean', 'sum'")
-    check_scale(scale)
     parsed = wire_format(format)
+    check_scale(scale, [parsed])
     targets = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for tensor in targets:
         if not tensor.is_floating_point() or tensor.device.type != "cpu":

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.collectives.message import Scale
 from narrowgauge.collectives.reduce import MESSAGE_BYTES, Reducer, check_scale
 from narrowgauge.collectives.reduction import Reduction
-from narrowgauge.formats import FloatFormat, FormatLike, IntFormat
+from narrowgauge.formats import Format, FormatLike
 from narrowgauge.gradients.policy import parameter_formats
 from narrowgauge.ledger import Ledger, round_off_sums
 
@@ -34,7 +34,7 @@ class GradientCompression:
     def __init__(
         self,
         model: DistributedDataParallel,
-        formats: dict[str, FloatFormat | IntFormat],
+        formats: dict[str, Format],
         scale: Scale,
         ledger: Ledger,
         measure_error_every: int,
@@ -136,9 +136,11 @@ def compress(
 
     Args:
         model: the wrapped model, on the CPU.
-        format: the format on the wire, e.g. ``"e5m2"``, ``"e4m3"``, ``"int8"``, ``"bf16"``.
+        format: the format on the wire, e.g. ``"e5m2"``, ``"e4m3"``, ``"int8"``, ``"bf16"``, or in
+            blocks ``"mxfp8_e4m3"``, ``"int4@64"``, ``"nvfp4"``.
         scale: ``"local"`` (one exponent per tensor and rank in the message header), ``"shared"``
             (APS as published: agreed by all ranks first, with room for the sum), ``None`` (none).
+            Block formats scale themselves and allow only ``"local"``.
         keep: parameters or modules that travel in another format, e.g. ``{"fc": "fp32"}``. APS
             keeps the last layer in float32. See :func:`~narrowgauge.gradients.parameter_formats`.
         ledger: where to count bytes, seconds and error; a new one by default.
@@ -174,9 +176,11 @@ def compress(
                 f"parameter {name!r} is on {parameter.device}; compressed gradients travel over "
                 "Gloo from CPU memory: keep the model on the CPU"
             )
+    formats = parameter_formats(named, format, keep)
+    check_scale(scale, formats.values())
     compression = GradientCompression(
         model,
-        parameter_formats(named, format, keep),
+        formats,
         scale,
         Ledger() if ledger is None else ledger,
         measure_error_every,

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar, overload
 
 from narrowgauge.collectives.reduce import wire_format
-from narrowgauge.formats import FloatFormat, FormatLike, IntFormat
+from narrowgauge.formats import Format, FormatLike
+
+F = TypeVar("F", bound=Format)
+
+
+@overload
+def parameter_formats(
+    names: Iterable[str], format: FormatLike, keep: Mapping[str, FormatLike] | None = None
+) -> dict[str, Format]: ...
+
+
+@overload
+def parameter_formats(
+    names: Iterable[str],
+    format: FormatLike,
+    keep: Mapping[str, FormatLike] | None = None,
+    *,
+    check: Callable[[FormatLike], F],
+) -> dict[str, F]: ...
 
 
 def parameter_formats(
-    names: Iterable[str], format: FormatLike, keep: Mapping[str, FormatLike] | None = None
-) -> dict[str, FloatFormat | IntFormat]:
+    names: Iterable[str],
+    format: FormatLike,
+    keep: Mapping[str, FormatLike] | None = None,
+    *,
+    check: Callable[[FormatLike], Any] = wire_format,
+) -> dict[str, Any]:
     """The format of each parameter's gradient on the wire.
 
     Args:
@@ -20,12 +43,13 @@ def parameter_formats(
         format: the format of all that ``keep`` does not name.
         keep: exceptions, the first match wins: a parameter's name, a module's name (all parameters
             below it), or a pattern such as ``"*.bias"``, and the format to use there.
+        check: makes the format of what names it, or raises; by default those that can travel.
 
     Raises:
         ValueError: a key of ``keep`` matches no parameter, or a format cannot travel.
     """
-    default = wire_format(format)
-    exceptions = {key: wire_format(value) for key, value in (keep or {}).items()}
+    default = check(format)
+    exceptions = {key: check(value) for key, value in (keep or {}).items()}
     all_names = list(names)
     for key in exceptions:
         if not any(_matches(name, key) for name in all_names):

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import BlockFormat, format_of
+from narrowgauge.formats import BlockFormat, Format, format_of
 from narrowgauge.kernels import operators
 from narrowgauge.kernels.grid import check_rounding, grid_of
 from narrowgauge.kernels.raw import packed_bytes
@@ -37,13 +37,16 @@ def part_sizes(
 
 
 def _sizes(numel: int, format: BlockFormat) -> tuple[int, int, int]:
-    return part_sizes(
-        numel,
-        format.element.bits,
-        format.block_size,
-        format.scale.bits,
-        format.scale_rule == "two-level",
-    )
+    two_level = format.scale_rule == "two-level"
+    element, scale = format.element.bits, format.scale.bits
+    return part_sizes(numel, element, format.block_size, scale, two_level)
+
+
+def packed_size(numel: int, format: Format) -> int:
+    """Bytes that ``numel`` numbers of any format take, scales included."""
+    if isinstance(format, BlockFormat):
+        return sum(_sizes(numel, format))
+    return packed_bytes(numel, format.bits)
 
 
 def _block_format(name: str) -> BlockFormat:
@@ -135,28 +138,36 @@ def _quotients(x: Tensor, scales: Tensor, own: Tensor | None, block_size: int) -
     """``x / scale`` in float64, on the right side of everything it may be rounded to."""
     divisors = scales.double() if own is None else scales.double() * own.double()
     divisors = divisors.masked_fill(divisors == 0, math.inf)  # what is divided by it, becomes 0
-    divisors = divisors.repeat_interleave(block_size)[: x.numel()]
     wide = _of_52_bits(x) if x.dtype == torch.float64 else x.double()
-    quotients = (wide / divisors).clamp(-torch.finfo(wide.dtype).max, torch.finfo(wide.dtype).max)
-    return quotients.masked_fill(divisors.isnan(), 0.0)
+    rows = torch.nn.functional.pad(wide, (0, -x.numel() % block_size)).view(-1, block_size)
+    quotients = rows / divisors[:, None]
+    if x.dtype == torch.float64:  # finite numbers stay finite
+        quotients.clamp_(-torch.finfo(wide.dtype).max, torch.finfo(wide.dtype).max)
+    quotients.masked_fill_(divisors.isnan()[:, None], 0.0)
+    return quotients.view(-1)[: x.numel()]
 
 
 # -- bytes -----------------------------------------------------------------------------------------
 
 
 def encode_blocks_into(
-    x: Tensor, format: BlockFormat, rounding: str, overflow: str | None, key: Tensor | None,
+    x: Tensor,
+    format: BlockFormat,
     out: Tensor,
-) -> None:  # fmt: skip
+    *,
+    rounding: str = "nearest-even",
+    overflow: str | None = None,
+    key: Tensor | None = None,
+) -> None:
     """Packed scales and elements: the tensor's scale, the blocks' scales, the elements' codes.
 
     Args:
         x: float32 or float64, flat and contiguous.
         format: of the blocks.
+        out: uint8, as many as :func:`packed_size` says.
         rounding: of the elements; scales follow from their rule.
         overflow: of the elements; ``None``: they saturate.
         key: for stochastic rounding.
-        out: uint8, as many as :func:`part_sizes` says.
     """
     scales, own = block_scales(x, format)
     own_part, scale_part, element_part = out.split(list(_sizes(x.numel(), format)))
@@ -205,7 +216,8 @@ def _encode_blocks(
     out = _encode_blocks_fake(x, format, rounding, overflow, key)
     wide = x if x.dtype == torch.float64 else x.float()
     flat = wide.contiguous().view(-1)
-    encode_blocks_into(flat, _block_format(format), rounding, overflow, key, out)
+    parsed = _block_format(format)
+    encode_blocks_into(flat, parsed, out, rounding=rounding, overflow=overflow, key=key)
     return out
 
 
