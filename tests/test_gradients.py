@@ -231,7 +231,7 @@ def train(format: str | None) -> list[float]:
 
 def test_training_goes_down_as_with_plain_ddp() -> None:
     plain = run_ranks(train, 2, None)
-    for format, tolerance in (("e4m3", 0.02), ("mxfp8_e4m3", 0.02), ("nvfp4", 0.05)):
+    for format, tolerance in (("e4m3", 0.02), ("mxfp8_e4m3", 0.08), ("nvfp4", 0.08)):
         ours = run_ranks(train, 2, format)
         assert ours[0][-1] < ours[0][0] / 1.2
         assert ours[0][-1] == pytest.approx(plain[0][-1], rel=tolerance)

@@ -73,7 +73,7 @@ def largest_exponents_of(
 
 def agreed_exponents(largest: torch.Tensor, formats: tuple[Format, ...]) -> list[int]:
     """APS's scale exponents per tensor from the maximum over ranks of the contributions."""
-    by_format = {
+    by_format: dict[Format, list[int]] = {
         format: shared_exponents(largest, format).tolist()
         for format in set(formats)
         if not isinstance(format, BlockFormat)  # refused by check_scale
