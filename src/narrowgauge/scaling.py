@@ -49,16 +49,20 @@ def scale_exponents(magnitudes: torch.Tensor, format: FloatFormat | IntFormat) -
         a finite number and ``magnitude * 2**(k+1)`` does not, within ``SMALLEST_EXPONENT`` and
         ``LARGEST_EXPONENT``; 0 for a magnitude of zero; ``NON_FINITE`` for NaN and infinity.
     """
+    return fitting_exponents(magnitudes.view(torch.float32).double(), format)
+
+
+def fitting_exponents(largest: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:
+    """:func:`scale_exponents` of largest magnitudes given as float64."""
     midpoint, inclusive = format.overflow_threshold
     threshold, exponent_at_threshold = math.frexp(midpoint)
-    fraction, exponent = torch.frexp(magnitudes.view(torch.float32))
-    fraction = fraction.double()
+    fraction, exponent = torch.frexp(largest)
     overflows = fraction >= threshold if inclusive else fraction > threshold
     result = (exponent_at_threshold - exponent - overflows.int()).clamp_(
         SMALLEST_EXPONENT, LARGEST_EXPONENT
     )
-    result.masked_fill_(magnitudes == 0, 0)
-    return result.masked_fill_(magnitudes >= _INFINITY_BITS, NON_FINITE)
+    result.masked_fill_(largest == 0, 0)
+    return result.masked_fill_(~largest.isfinite(), NON_FINITE)
 
 
 def largest_exponents(magnitudes: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Backward results between replicas, in narrow formats."""
 
+from narrowgauge.gradients.emulation import EmulatedNodes as EmulatedNodes
+from narrowgauge.gradients.emulation import emulate_all_reduce as emulate_all_reduce
 from narrowgauge.gradients.hooks import GradientCompression as GradientCompression
 from narrowgauge.gradients.hooks import compress as compress
 from narrowgauge.gradients.policy import parameter_formats as parameter_formats

@@ -13,3 +13,4 @@ from narrowgauge.kernels.raw import encode_into as encode_into
 from narrowgauge.kernels.raw import largest_magnitudes as largest_magnitudes
 from narrowgauge.kernels.raw import reduce_encode_into as reduce_encode_into
 from narrowgauge.kernels.raw import reduce_into as reduce_into
+from narrowgauge.kernels.reference import odd_sum as odd_sum

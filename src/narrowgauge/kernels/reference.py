@@ -258,7 +258,7 @@ _WEIGHTS = range(-352, 352, _DIGIT)  # of a fixed-point number for sums of produ
 _ROW = 256  # columns that share a sequence of random words
 
 
-def _odd_sum(x: Tensor, y: Tensor) -> Tensor:
+def odd_sum(x: Tensor, y: Tensor) -> Tensor:
     """``x + y`` rounded to odd: if inexact, the neighbour in float64 whose last bit is 1.
 
     Rounding that to a format of at most 50 bits gives what rounding the exact sum would give.
@@ -278,7 +278,7 @@ def _exact_sum(terms: list[Tensor]) -> Tensor:
     Every term is cut into digits of 32 bits, which add up exactly.
     """
     if len(terms) == 2:
-        return _odd_sum(terms[0], terms[1])
+        return odd_sum(terms[0], terms[1])
     plain = terms[0]
     for term in terms[1:]:
         plain = plain + term
@@ -293,7 +293,7 @@ def _exact_sum(terms: list[Tensor]) -> Tensor:
     digits = _carried([torch.where(negative, -digit, digit) for digit in digits])
     total = torch.zeros_like(plain)
     for place in reversed(range(len(digits))):  # once it is inexact, the rest is below its last bit
-        total = _odd_sum(total, digits[place] * 2.0 ** _WEIGHTS[place])
+        total = odd_sum(total, digits[place] * 2.0 ** _WEIGHTS[place])
     total = torch.where(negative, -total, total)
     zero = torch.where(plain == 0, plain, 0.0)  # -0 only if all terms are -0
     return torch.where(plain.isfinite(), torch.where(total != 0, total, zero), plain)
