@@ -1,7 +1,12 @@
-"""Which implementation of the CPU kernels runs: the native library, at some level, or reference."""
+"""Which implementation of the kernels runs.
+
+On the CPU the native library, at some level; on a GPU Triton, imported with the first tensor that
+needs it; and wherever these are missing, the reference, with a warning that says so.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from functools import cache
@@ -14,10 +19,19 @@ from narrowgauge.kernels import native, reference
 from narrowgauge.kernels.grid import Grid, Sums
 
 VARIABLE = "NARROWGAUGE_KERNELS"
+WITHOUT_TRITON = (
+    "narrowgauge's kernels for GPUs need Triton, which cannot be imported here ({error}), so the "
+    "slow reference kernels in plain torch are in use. To get the fast ones: pip install triton "
+    "(in the version that your torch names; builds of torch for CUDA bring it)"
+)
+WITHOUT_KERNELS = (
+    "narrowgauge has no kernels for tensors on {device!r}, only for 'cpu' and 'cuda', so the slow "
+    "reference kernels in plain torch are in use. To get fast ones, move the tensors: x.cpu()"
+)
 
 
-class Backend(Protocol):
-    """What an implementation offers, on flat contiguous CPU tensors; results go into ``out``.
+class Kernels(Protocol):
+    """What an implementation offers, on flat contiguous tensors; results go into ``out``.
 
     ``scales`` are float32 powers of two, one for all (``block_size`` 0) or one per block; a block
     whose scale is NaN gets codes of 0. ``spoilt`` means: a NaN met a format without NaN.
@@ -55,6 +69,18 @@ class Backend(Protocol):
     ) -> None:
         """``float32(value * scales) * factor`` into ``out`` (float32)."""
 
+    def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
+        """Bits of the largest |x| per block (0: one block) into ``out`` (int32)."""
+
+    def matmul(
+        self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
+    ) -> None:
+        """Batched ``a @ b`` (float32, three dimensions, any strides) into contiguous ``out``."""
+
+
+class Backend(Kernels, Protocol):
+    """What an implementation for the CPU offers besides: :mod:`narrowgauge.kernels.raw` uses it."""
+
     def reduce(
         self,
         codes: list[Tensor],
@@ -79,17 +105,9 @@ class Backend(Protocol):
     ) -> bool:
         """Codes of that sum times ``scale_out`` into ``out`` (uint8); returns ``spoilt``."""
 
-    def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
-        """Bits of the largest |x| per block (0: one block) into ``out`` (int32)."""
-
-    def matmul(
-        self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
-    ) -> None:
-        """Batched ``a @ b`` (float32, three dimensions, any strides) into contiguous ``out``."""
-
 
 class Reference:
-    """:mod:`narrowgauge.kernels.reference` as a backend; it ignores ``threads``."""
+    """:mod:`narrowgauge.kernels.reference` on any device; it ignores ``threads``."""
 
     name = "reference"
 
@@ -191,15 +209,16 @@ def _backend(name: str) -> Backend:
 
 
 def select(name: str | None = None) -> Backend:
-    """Make a backend the one in use, and return it.
+    """Make a backend the one in use on the CPU, and return it.
 
     Args:
-        name: one of :func:`available_backends`; ``None`` for the fastest.
+        name: one of :func:`available_backends`; ``None`` for the fastest. ``"reference"``, given
+            by name, is then in use on every device.
 
     Raises:
         ValueError: the name is not available here.
     """
-    global _current
+    global _current, _everywhere
     names = available_backends()
     if name is not None and name not in names:
         raise ValueError(
@@ -208,10 +227,11 @@ def select(name: str | None = None) -> Backend:
         )
     if name is None and names == ["reference"]:
         warnings.warn(native.MISSING, stacklevel=2)
-    _current = _backend(name or names[0])
+    _current, _everywhere = _backend(name or names[0]), name == "reference"
     return _current
 
 
+_everywhere = False  # whether the one in use is to be used on every device
 _current: Backend = select(os.environ.get(VARIABLE) or None)
 
 
@@ -220,8 +240,32 @@ def current() -> Backend:
     return _current
 
 
+def for_device(device: torch.device) -> Kernels:
+    """The kernels for tensors on a device.
+
+    Where there are none but the reference, a warning says so once, and how to get others.
+    """
+    if device.type == "cpu" or _everywhere:
+        return _current
+    return _for_type(device.type)
+
+
+@cache
+def _for_type(kind: str) -> Kernels:
+    if kind != "cuda":
+        warnings.warn(WITHOUT_KERNELS.format(device=kind), stacklevel=3)
+        return Reference()
+    try:
+        module = importlib.import_module("narrowgauge.kernels.triton")
+    except ImportError as error:
+        warnings.warn(WITHOUT_TRITON.format(error=error), stacklevel=3)
+        return Reference()
+    kernels: Kernels = module.Triton()
+    return kernels
+
+
 def backend() -> str:
-    """Name of the backend in use.
+    """Name of the backend in use on the CPU.
 
     ``"x86-64-v4"``, ``"x86-64-v3"``, ``"x86-64"``, ``"generic"`` (other processors), or
     ``"reference"`` (no native library).

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of
-from narrowgauge.kernels import raw, reference
-from narrowgauge.kernels.backends import current
+from narrowgauge.kernels import raw
+from narrowgauge.kernels.backends import for_device
 from narrowgauge.kernels.grid import Grid, Sums, check_rounding, grid_of
 
 _HOW = "str format, str rounding, str? overflow, Tensor? key"
@@ -96,13 +96,11 @@ def _quantize_into(x: Tensor, out: Tensor, grid: Grid, rounding: str, key: Tenso
         wide = x.float().contiguous()
         _quantize_into(wide, wide, grid, rounding, key)
         out.copy_(wide)
-    elif x.device.type != "cpu":
-        out.copy_(reference.quantize(x, grid, rounding, key))
     elif (x.is_contiguous() and out.is_contiguous()) or (
         # Stochastic rounding counts elements, so there the order in memory matters.
         rounding != "stochastic" and x.stride() == out.stride() and _dense(x)
     ):
-        current().quantize(x, out, grid, rounding, key, raw.threads_for(x.numel()))
+        for_device(x.device).quantize(x, out, grid, rounding, key, raw.threads_for(x.numel()))
     else:
         compact = x.clone(memory_format=torch.contiguous_format)
         _quantize_into(compact, compact, grid, rounding, key)
@@ -172,18 +170,13 @@ def encode_into(
         UnrepresentableNaN: a NaN met a format without NaN.
     """
     flat = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).contiguous().view(-1)
-    if x.device.type != "cpu":
-        codes, found = reference.encode(flat, grid, rounding, key, scales, block_size)
-        spoilt = bool(found)
-        out = codes if out is None else out.copy_(codes)
-    else:
-        size = raw.packed_bytes(flat.numel(), grid.bits)
-        direct = out is not None and out.is_contiguous()
-        target = out if out is not None and direct else x.new_empty(size, dtype=torch.uint8)
-        spoilt = current().encode(
-            flat, target, grid, rounding, key, scales, block_size, raw.threads_for(flat.numel())
-        )
-        out = target if out is None or direct else out.copy_(target)
+    size = raw.packed_bytes(flat.numel(), grid.bits)
+    direct = out is not None and out.is_contiguous()
+    target = out if out is not None and direct else x.new_empty(size, dtype=torch.uint8)
+    spoilt = for_device(x.device).encode(
+        flat, target, grid, rounding, key, scales, block_size, raw.threads_for(flat.numel())
+    )
+    out = target if out is None or direct else out.copy_(target)
     if spoilt:
         raise raw.spoilt_error(grid)
     return out
@@ -254,14 +247,12 @@ def decode_into(
         factor: rounded to float32 first.
     """
     codes = codes.contiguous()
-    if codes.device.type != "cpu":
-        values = reference.decode(codes, grid, out.numel())
-        out.copy_(reference.scaled(values, scales, block_size, factor).view(out.shape))
-    elif out.dtype == torch.float32 and out.is_contiguous():
+    if out.dtype == torch.float32 and out.is_contiguous():
         threads = raw.threads_for(out.numel())
-        current().decode(codes, out.view(-1), grid, scales, block_size, factor, threads)
+        kernels = for_device(codes.device)
+        kernels.decode(codes, out.view(-1), grid, scales, block_size, factor, threads)
     else:
-        wide = torch.empty(out.shape, dtype=torch.float32, device="cpu")
+        wide = torch.empty(out.shape, dtype=torch.float32, device=codes.device)
         decode_into(codes, wide, grid, scales, block_size, factor)
         out.copy_(wide)
 
@@ -294,9 +285,12 @@ def _decode_fake(
 
 
 def _largest_magnitudes(x: Tensor, block_size: int) -> Tensor:
-    if x.device.type != "cpu":
-        return reference.largest_magnitudes(x, block_size)
-    return raw.largest_magnitudes(x.contiguous(), block_size or None)
+    flat = x.contiguous().view(-1)
+    blocks = (flat.numel() + block_size - 1) // block_size if block_size else 1
+    out = flat.new_empty(blocks, dtype=torch.int32)
+    threads = raw.threads_for(flat.numel())
+    for_device(x.device).largest_magnitudes(flat, out, block_size, threads)
+    return out
 
 
 def _largest_magnitudes_fake(x: Tensor, block_size: int) -> Tensor:
@@ -325,10 +319,9 @@ def _matmul(
     assert key is None or isinstance(key, Tensor)
     a = _in_blocks(a, blocks_a, 2, rounding, stream(key, 4))
     b = _in_blocks(b, blocks_b, 1, rounding, stream(key, 5))
-    if a.device.type != "cpu":
-        return reference.matmul(a, b, sums, key)
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    current().matmul(a, b, out, sums, key, raw.threads_for(out.numel() * a.shape[2]))
+    threads = raw.threads_for(out.numel() * a.shape[2])
+    for_device(a.device).matmul(a, b, out, sums, key, threads)
     return out
 
 
