@@ -1,4 +1,4 @@
-# make demo | test | check | bench: each sets up .venv by itself, once.
+# make demo | test | check | exhaustive | bench: each sets up .venv by itself, once.
 # Another torch (a CUDA build, an older one):  make demo TORCH='torch==2.6.0'
 
 VENV ?= .venv
@@ -12,7 +12,7 @@ NATIVE = $(wildcard CMakeLists.txt src/narrowgauge/kernels/*.cpp src/narrowgauge
 STAMP_TORCH = $(VENV)/.installed-torch-$(firstword $(shell printf %s '$(TORCH)' | cksum))
 STAMP = $(VENV)/.installed-narrowgauge
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check exhaustive bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/narrowgauge demo $(ARGS)
@@ -25,6 +25,9 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest --quiet tests/test_floors.py tests/test_public_names.py
+
+exhaustive: $(STAMP)
+	$(VENV)/bin/python tests/exhaustive.py $(ARGS)
 
 bench: $(STAMP)
 	$(PIP) --editable '.[dev,bench]'
