@@ -62,7 +62,7 @@ def test_rounds_every_exponent_and_tie(
 ) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "_TILE", 2**16)  # the interpreter's time goes into steps
-    x = torch.cat([edges()[::7], random_bits(999)]).to(DEVICE, dtype)
+    x = torch.cat([edges()[::3], random_bits(999)]).to(DEVICE, dtype)
     if dtype == torch.float64:
         x[::5] *= 1 + 2.0**-40  # beside the ties of float32
         x[::7] *= 2.0**-200
@@ -196,7 +196,7 @@ def test_products(
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_larger_product(chunk: int) -> None:
     sums = Sums(grid_of("e5m2"), grid_of("e5m2"), False, chunk, "nearest-even")
-    ours, expected = products(*operands(1, 33, 33, 70), sums)  # more than one tile each way
+    ours, expected = products(*operands(1, 33, 17, 70), sums)  # more than one tile each way
     assert same_bits(ours, expected)
 
 
@@ -215,7 +215,7 @@ def test_chunks(chunk: int, compensated: bool, multiply: str | None, accumulate:
 def test_products_in_every_rounding(rounding: str) -> None:
     for name, compensated in (("e4m3fnuz", False), ("int8", True)):
         sums = Sums(grid_of(name), grid_of(name), compensated, 1, rounding)
-        ours, expected = products(*operands(2, 3, 5, 300), sums)  # columns of two sequences
+        ours, expected = products(*operands(1, 3, 4, 260), sums)  # columns of two sequences
         assert same_bits(ours, expected), name
 
 
