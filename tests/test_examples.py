@@ -1,0 +1,47 @@
+"""The examples run, resume, and say what they lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *arguments: str, status: int = 0) -> str:
+    """What it prints, on a wide terminal."""
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_the_accuracy_study_resumes_and_draws(tmp_path: Path) -> None:
+    how = ["--data", "digits", "--steps", "3", "--seeds", "1", "--out", str(tmp_path)]
+    run("aps_accuracy.py", *how, "--only", "nodes8-e4m3-none$")
+    path = tmp_path / "runs.jsonl"
+    first = path.read_text().splitlines()
+    assert [json.loads(line)["key"] for line in first] == ["nodes8-e4m3-none"]
+    path.write_text("\n".join([*first, '{"key": "cut o']))  # as a killed program may leave it
+    printed = run("aps_accuracy.py", *how, "--only", "nodes8-(fp32|e4m3-none$|e5m2-aps)")
+    lines = path.read_text().splitlines()
+    assert lines[0] == first[0]
+    keys = {json.loads(line)["key"] for line in lines[2:]}
+    assert keys == {"nodes8-fp32", "nodes8-e5m2-aps", "nodes8-fp32-lars", "nodes8-e5m2-aps-lars"}
+    assert "4/4" in printed
+    assert "paper: ResNet-50, ImageNet, 256 nodes" in printed
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_the_accuracy_study_says_which_data_it_needs() -> None:
+    printed = run("aps_accuracy.py", "--data", "nowhere", status=1)
+    assert "'nowhere' is neither a known data set" in printed
