@@ -10,14 +10,23 @@ for some orders the memory of their gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.formats import BlockFormat, FloatFormat, FormatLike, IntFormat, format_of
-from narrowgauge.gradients.orders import OrderLike, check_order, make_order, powers_of_two
+from narrowgauge.gradients.orders import (
+    PIECE,
+    OrderLike,
+    Ring,
+    check_order,
+    make_order,
+    powers_of_two,
+)
 from narrowgauge.gradients.policy import parameter_formats
+from narrowgauge.kernels import operators
 from narrowgauge.ledger import round_off_sums
 from narrowgauge.scaling import largest_exponents, needs_scale, shared_exponents
 
@@ -53,47 +62,82 @@ class NodeSum:
         self._divide_first = published and op == "mean"
         self._divide_last = not published and op == "mean"
         self._shared = scale == "shared"
-        self._order = make_order(
-            order, nodes, sizes, format, compensated=compensated, local=scale == "local",
-            device=device,
-        )  # fmt: skip
-        # Shared scales are known once all nodes have been seen, so their vectors wait here.
+        numel = sum(sizes)
+        whole = scale == "local" or order not in ("sequential", "tree") or not numel
+        self._pieces = [numel] if whole else [min(PIECE, numel - i) for i in range(0, numel, PIECE)]
+        # Elements that do not depend on each other are summed piece by piece, in the cache.
+        self._make_orders = [
+            partial(
+                make_order, order, nodes, sizes if whole else [piece], format,
+                compensated=compensated, local=scale == "local", device=device,
+            )
+            for piece in self._pieces
+        ]  # fmt: skip
+        self._group = order[1] if isinstance(order, tuple) else nodes
+        self._order, self._device = order, device
+        self._buffers: dict[int, Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was pushed."""
+        self._pushed = 0
+        self._orders = [make() for make in self._make_orders]
+        self._ring = self._orders[0] if isinstance(self._orders[0], Ring) else None
+        # Shared scales are known once all nodes have been seen, so their vectors wait: in the ring,
+        # which holds them anyway, or here.
         self._waiting: list[Tensor] = []
-        self._peak: Tensor | None = None
+        self._peaks: Tensor | None = None
+
+    def buffer(self) -> Tensor:
+        """Memory for the next node's float32 vector, to be filled and pushed; used again later."""
+        if self._order == "tree" and not self._shared:  # which holds some, and lets others go
+            return torch.empty(sum(self._sizes), device=self._device)
+        index = self._pushed
+        if not self._shared or self._ring is not None:  # the first one of a sum becomes the sum
+            index = min(1, index % int(self._group))
+        if index not in self._buffers:
+            self._buffers[index] = torch.empty(sum(self._sizes), device=self._device)
+        return self._buffers[index]
 
     def push(self, gradient: Tensor) -> None:
-        """The next node's float32 vector; its memory is handed over."""
+        """The next node's float32 vector; its memory is handed over until the result is there."""
+        self._pushed += 1
         if self._divide_first:
             gradient.div_(self._nodes)
-        if not self._shared:
-            self._add(gradient)
-            return
-        self._waiting.append(gradient)
-        magnitude = gradient.abs()  # maximum keeps NaN
-        peak = self._peak
-        self._peak = magnitude if peak is None else torch.maximum(peak, magnitude, out=peak)
+        if self._shared:
+            # Bits of magnitudes: as integers NaN is the largest of all.
+            parts = gradient.split(self._sizes)
+            peaks = torch.cat([operators.largest_magnitudes(part, 0) for part in parts])
+            self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
+        if self._shared and self._ring is None:
+            self._waiting.append(gradient)
+        else:
+            for order, piece in zip(self._orders, gradient.split(self._pieces), strict=True):
+                order.push(piece)
 
     def result(self) -> Tensor:
-        """The reduced vector, float32."""
-        scales: Tensor | float = 1.0
-        if self._shared:
-            scales = self._scales()
-            narrow = scales.float()  # powers of two
-            for gradient in self._waiting:
-                self._add(gradient.mul_(narrow))
-        total = self._order.result().sum.double() / scales
-        return (total / self._nodes if self._divide_last else total).float()
-
-    def _add(self, gradient: Tensor) -> None:
-        self._order.push(self._order.arithmetic.cast(gradient))
+        """The reduced vector, float32. What is pushed next belongs to another sum."""
+        scales: Tensor | None = self._scales() if self._shared else None
+        if self._ring is not None:
+            self._ring.scales = None if scales is None else scales.float()
+        if scales is not None and self._ring is None:
+            narrow = scales.float().split(self._pieces)
+            waiting = [gradient.split(self._pieces) for gradient in self._waiting]
+            for index, order in enumerate(self._orders):
+                for pieces in waiting:
+                    order.push(pieces[index].mul_(narrow[index]))
+        total = torch.cat([order.result().double() for order in self._orders])
+        self._waiting, self._peaks, self._pushed = [], None, 0
+        if scales is not None:
+            total /= scales
+        if self._divide_last:
+            total /= self._nodes
+        return total.float()
 
     def _scales(self) -> Tensor:
         """APS's scales, one for each element, equal within a tensor; float64."""
-        assert self._peak is not None
-        zero = self._peak.new_zeros(1)
-        peaks = [torch.cat((part, zero)).amax() for part in self._peak.split(self._sizes)]
-        bits = torch.stack(peaks).view(torch.int32)
-        exponents = shared_exponents(largest_exponents(bits, self._nodes), self._format)
+        assert self._peaks is not None
+        exponents = shared_exponents(largest_exponents(self._peaks, self._nodes), self._format)
         sizes = torch.tensor(self._sizes, device=exponents.device)
         return powers_of_two(exponents).repeat_interleave(sizes)
 
@@ -227,9 +271,13 @@ def emulate_all_reduce(
         published=published,
         device=tensors[0].device,
     )
+    sizes = [each[0].numel() for each in tensors]
     for node in range(nodes):
-        reduction.push(torch.cat([each[node].detach().flatten().float() for each in tensors]))
-    parts = reduction.result().split([each[0].numel() for each in tensors])
+        gradient = reduction.buffer()
+        for each, part in zip(tensors, gradient.split(sizes), strict=True):
+            part.view(each.shape[1:]).copy_(each[node].detach())
+        reduction.push(gradient)
+    parts = reduction.result().split(sizes)
     reduced = [
         part.view(each.shape[1:]).to(each.dtype) for part, each in zip(parts, tensors, strict=True)
     ]
@@ -299,13 +347,6 @@ class EmulatedNodes:
         self.formats = parameter_formats(named, format, keep, check=_sum_format)
         self.steps = 0
         self.round_off_error: float | None = None
-        self._how = {
-            "op": "mean",
-            "order": order,
-            "compensated": compensated,
-            "scale": scale,
-            "published": published,
-        }
         groups: dict[tuple[FloatFormat | IntFormat, torch.device], list[nn.Parameter]] = {}
         for name, parameter in named.items():
             groups.setdefault((self.formats[name], parameter.device), []).append(parameter)
@@ -313,17 +354,23 @@ class EmulatedNodes:
             (format, device, group, [p.numel() for p in group])
             for (format, device), group in groups.items()
         ]
+        self._sums = [
+            NodeSum(
+                sizes, n, format, op="mean", order=order, compensated=compensated, scale=scale,
+                published=published, device=device,
+            )
+            for format, device, _, sizes in self._groups
+        ]  # fmt: skip
+        self._exact: list[Tensor | None] = [None] * len(self._groups)
+        self._collected = 0
         self._measures_error = measure_error
-        self.reset()
 
     def reset(self) -> None:
         """Forget the nodes collected since the last sum."""
         self._collected = 0
-        self._sums = [
-            NodeSum(sizes, self.n, format, device=device, **self._how)  # type: ignore[arg-type]
-            for format, device, _, sizes in self._groups
-        ]
-        self._exact: list[Tensor | None] = [None] * len(self._groups)
+        self._exact = [None] * len(self._groups)
+        for node_sum in self._sums:
+            node_sum.reset()
 
     def collect(self) -> bool:
         """Take the model's gradients as the next node's, and leave none.
@@ -340,11 +387,14 @@ class EmulatedNodes:
                 f"no parameter has a gradient (node {self._collected} of {self.n}); call "
                 "backward() before each collect()"
             )
-        for index, (_, _, group, _) in enumerate(self._groups):
-            gradient = torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
-            ).float()
-            for parameter in group:
+        for index, (_, _, group, sizes) in enumerate(self._groups):
+            gradient = self._sums[index].buffer()
+            parts = gradient.split(sizes)
+            for parameter, part in zip(group, parts, strict=True):
+                if parameter.grad is None:
+                    part.zero_()
+                else:
+                    part.view(parameter.shape).copy_(parameter.grad)
                 parameter.grad = None
             if self._measures_error:
                 exact = self._exact[index]
@@ -355,7 +405,8 @@ class EmulatedNodes:
             return False
         self._reduce()
         self.steps += 1
-        self.reset()
+        self._collected = 0
+        self._exact = [None] * len(self._groups)
         return True
 
     def _reduce(self) -> None:

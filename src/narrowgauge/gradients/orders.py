@@ -8,7 +8,7 @@ a float32 addition would show, it is done in float64, or rounded to odd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -21,6 +21,10 @@ from narrowgauge.rounding import quantize_
 from narrowgauge.scaling import NON_FINITE, fitting_exponents
 
 OrderLike: TypeAlias = Literal["sequential", "ring", "tree"] | tuple[Literal["hierarchical"], int]
+
+
+PIECE = 64 * 1024
+"""Elements that are taken through all their additions together, so that they stay in the cache."""
 
 
 @dataclass
@@ -37,31 +41,37 @@ class Arithmetic:
     Args:
         format: what every intermediate is rounded to.
         compensated: Kahan's summation, per element.
-        segments: ``None``: numbers are rounded as they are. Else int64, one for each element:
-            elements of the same segment are a message, which is scaled by the largest power of two
-            under which its largest magnitude stays finite, rounded, and scaled back.
+        segments: ``None``: numbers are rounded as they are. Else int64, one for each element, below
+            ``count``: elements of the same segment are a message, which is scaled by the largest
+            power of two under which its largest magnitude stays finite, rounded, and scaled back.
+        count: number of segments.
     """
 
     def __init__(
-        self, format: FloatFormat | IntFormat, compensated: bool, segments: Tensor | None = None
+        self,
+        format: FloatFormat | IntFormat,
+        compensated: bool,
+        segments: Tensor | None = None,
+        count: int = 0,
     ) -> None:
-        self._format = format
-        self._compensated = compensated
-        self._segments = segments
-        self._count = 0 if segments is None or not len(segments) else int(segments.max()) + 1
+        self.format, self.compensated = format, compensated
+        self._segments, self._count = segments, count
         self._exact_in_float32 = format.name == "fp32"  # whose rounding float32 does by itself
-        # Float32's own rounding goes unseen below 11 bits of mantissa (Figueroa, 1995), unless its
-        # overflow to infinity comes before the format's own way to overflow.
-        self._fits_float32 = isinstance(format, IntFormat) or (
-            format.mantissa_bits <= 10 and (format.max_exponent < 127 or format.has_infinity)
-        )
+        if isinstance(format, IntFormat):
+            self._dtype = torch.float32
+        else:
+            # Float32's own rounding goes unseen below 11 bits of mantissa (Figueroa, 1995), unless
+            # its overflow to infinity or its underflow, of what is scaled, comes before.
+            deep = format.max_exponent >= 127 and not format.has_infinity
+            deep = deep or (segments is not None and format.exponent_bits > 6)
+            narrow = format.mantissa_bits <= 10 and not deep
+            self._dtype = torch.float32 if narrow else torch.float64
 
     def cast(self, gradient: Tensor) -> Partial:
         """A float32 gradient as a node sends it; its memory may be used for that."""
         if self._exact_in_float32:
             return Partial(gradient)
-        exact = self._fits_float32 and self._segments is None
-        return Partial(self._rounded(gradient if exact else gradient.double()))
+        return Partial(self._rounded(gradient.to(self._dtype)))
 
     def add(self, total: Partial, other: Partial) -> Partial:
         """The sum of both; ``total``'s memory may be used for it.
@@ -70,7 +80,7 @@ class Arithmetic:
         ``Q(Q(t - total) - y)``, where ``c`` is what ``total`` lost; if ``other`` is a sum that lost
         something too, then ``Q`` of both. What is not finite counts as 0.
         """
-        if not self._compensated:
+        if not self.compensated:
             return Partial(self._rounded(self._plus(total.sum, other.sum, reuse=True)))
         lost, y = total.lost, other.sum
         if lost is None:
@@ -93,14 +103,16 @@ class Arithmetic:
         if self._exact_in_float32:
             return exact
         if self._segments is None:
-            return quantize_(exact, self._format)
-        segments = self._segments[: len(exact)]
+            return quantize_(exact, self.format)
         # As integers, where NaN is the largest of all.
-        magnitudes = exact.abs().view(torch.int64)
-        largest = magnitudes.new_zeros(self._count).scatter_reduce_(0, segments, magnitudes, "amax")
-        scales = powers_of_two(fitting_exponents(largest.view(torch.float64), self._format))
-        per_element = scales[segments]
-        return quantize_(exact * per_element, self._format).div_(per_element)
+        whole = torch.int32 if exact.dtype == torch.float32 else torch.int64
+        magnitudes = exact.abs().view(whole)
+        largest = magnitudes.new_zeros(self._count).scatter_reduce_(
+            0, self._segments, magnitudes, "amax"
+        )
+        exponents = fitting_exponents(largest.view(exact.dtype).double(), self.format)
+        scales = powers_of_two(exponents).to(exact.dtype)[self._segments]
+        return quantize_(exact * scales, self.format).div_(scales)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
@@ -111,33 +123,36 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 class Order(Protocol):
-    """Takes partial sums, in the order of ranks, and makes one of them."""
+    """Takes the nodes' gradients, in the order of ranks, and makes one sum of them."""
 
-    arithmetic: Arithmetic
+    def push(self, gradient: Tensor) -> None:
+        """The next rank's float32 gradient; the memory is handed over until the result is there."""
 
-    def push(self, partial: Partial) -> None:
-        """The next rank's; the memory is handed over."""
-
-    def result(self) -> Partial:
-        """The sum of all ranks."""
+    def result(self) -> Tensor:
+        """The sum of all ranks. What comes next belongs to another sum."""
 
 
 class Sequential:
     """Rank 0, then 1 is added, then 2, …; holds one sum."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
-        self.arithmetic = arithmetic
+        self._arithmetic = arithmetic
         self._total: Partial | None = None
 
-    def push(self, partial: Partial) -> None:
+    def push(self, gradient: Tensor) -> None:
         """See :class:`Order`."""
-        total = self._total
-        self._total = partial if total is None else self.arithmetic.add(total, partial)
+        partial, total = self._arithmetic.cast(gradient), self._total
+        self._total = partial if total is None else self._arithmetic.add(total, partial)
 
-    def result(self) -> Partial:
+    def take(self) -> Partial:
+        """The sum, and what it lost."""
+        total, self._total = self._total, None
+        assert total is not None
+        return total
+
+    def result(self) -> Tensor:
         """See :class:`Order`."""
-        assert self._total is not None
-        return self._total
+        return self.take().sum
 
 
 class Tree:
@@ -147,23 +162,23 @@ class Tree:
     """
 
     def __init__(self, arithmetic: Arithmetic) -> None:
-        self.arithmetic = arithmetic
+        self._arithmetic = arithmetic
         self._levels: list[tuple[int, Partial]] = []
 
-    def push(self, partial: Partial) -> None:
+    def push(self, gradient: Tensor) -> None:
         """See :class:`Order`."""
-        level = 0
+        partial, level = self._arithmetic.cast(gradient), 0
         while self._levels and self._levels[-1][0] == level:
-            partial = self.arithmetic.add(self._levels.pop()[1], partial)
+            partial = self._arithmetic.add(self._levels.pop()[1], partial)
             level += 1
         self._levels.append((level, partial))
 
-    def result(self) -> Partial:
+    def result(self) -> Tensor:
         """See :class:`Order`."""
-        total = self._levels[-1][1]
-        for _, partial in reversed(self._levels[:-1]):
-            total = self.arithmetic.add(partial, total)
-        return total
+        total = self._levels.pop()[1]
+        while self._levels:
+            total = self._arithmetic.add(self._levels.pop()[1], total)
+        return total.sum
 
 
 class Ring:
@@ -173,62 +188,95 @@ class Ring:
     come first in some chunk. Chunks are of equal length, the last ones shorter or empty.
 
     Args:
-        format: as in :class:`Arithmetic`.
-        compensated: as there.
+        arithmetic: its format and whether it compensates count, not its segments.
         ranks: how many.
+        numel: of the vector.
         tensors: ``None``, or for scales per message: int64, the tensor each element belongs to.
             Then a message is a tensor's part of one chunk.
-        numel: of the vector.
     """
 
+    scales: Tensor | None = None
+    """If set before the result: float32 powers of two that gradients are multiplied by first."""
+
     def __init__(
-        self,
-        format: FloatFormat | IntFormat,
-        compensated: bool,
-        ranks: int,
-        tensors: Tensor | None,
-        numel: int,
+        self, arithmetic: Arithmetic, ranks: int, numel: int, tensors: Tensor | None = None
     ) -> None:
-        self._ranks, self._numel, self._pushed = ranks, numel, 0
-        self._chunk = -(-numel // ranks)
-        segments = None
+        self._arithmetic, self._ranks, self._numel = arithmetic, ranks, numel
+        self._length = -(-numel // ranks)
+        self._segments, self._count = None, 0
         if tensors is not None:
-            padded = torch.nn.functional.pad(tensors, (0, self._chunk * ranks - numel))
-            chunks = torch.arange(ranks, device=tensors.device).repeat_interleave(self._chunk)
-            segments = padded * ranks + chunks
-        self.arithmetic = Arithmetic(format, compensated, segments)
+            padded = self._by_chunk(tensors)
+            self._segments = padded * ranks + torch.arange(ranks, device=tensors.device)[:, None]
+            self._count = int(self._segments.max()) + 1 if numel else 0
+        self._pushed = 0
         self._sums: Tensor | None = None
         self._lost: Tensor | None = None
+        self._cast = True
 
-    def push(self, partial: Partial) -> None:
+    def push(self, gradient: Tensor) -> None:
         """See :class:`Order`."""
-        if self._sums is None:
-            shape = (self._ranks, self._ranks * self._chunk)
-            self._sums = partial.sum.new_zeros(shape)
-            self._lost = None if partial.lost is None else partial.sum.new_zeros(shape)
-        self._sums[self._pushed, : self._numel] = partial.sum
-        if self._lost is not None and partial.lost is not None:
-            self._lost[self._pushed, : self._numel] = partial.lost
+        self._sums, self._cast = self._stored(self._sums, gradient), True
         self._pushed += 1
 
-    def result(self) -> Partial:
+    def push_partial(self, partial: Partial) -> None:
+        """The next rank's, which is in the format already."""
+        self._sums, self._cast = self._stored(self._sums, partial.sum), False
+        if self._arithmetic.compensated:
+            lost = torch.zeros_like(partial.sum) if partial.lost is None else partial.lost
+            self._lost = self._stored(self._lost, lost)
+        self._pushed += 1
+
+    def _stored(self, rows: Tensor | None, row: Tensor) -> Tensor:
+        if rows is None:
+            rows = row.new_zeros(self._ranks, self._ranks * self._length)
+        rows[self._pushed, : self._numel] = row
+        return rows
+
+    def result(self) -> Tensor:
         """See :class:`Order`."""
-        total = self._hop(0)
-        for hop in range(1, self._ranks):
-            total = self.arithmetic.add(total, self._hop(hop))
-        lost = None if total.lost is None else total.lost[: self._numel]
-        return Partial(total.sum[: self._numel], lost)
+        self._pushed = 0
+        scales = None if self.scales is None else self._by_chunk(self.scales)
+        parts = [self._sum(chunks, columns, scales) for chunks, columns in self._pieces()]
+        return torch.cat(parts)[: self._numel]
 
-    def _hop(self, hop: int) -> Partial:
-        """For each chunk what the rank adds that is ``hop`` ranks after its first."""
-        assert self._sums is not None
-        chunks = torch.arange(self._ranks, device=self._sums.device)
-        ranks = (chunks + hop) % self._ranks
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        padding = self._ranks * self._length - self._numel
+        return torch.nn.functional.pad(x, (0, padding)).view(self._ranks, self._length)
 
-        def of(x: Tensor) -> Tensor:
-            return x.view(self._ranks, self._ranks, self._chunk)[ranks, chunks].flatten()
+    def _pieces(self) -> Iterator[tuple[slice, slice]]:
+        """Chunks and their columns, a few chunks at a time or part of one."""
+        some = max(1, PIECE // max(1, self._length))
+        width = self._length if self._segments is not None or some > 1 else PIECE
+        for first in range(0, self._ranks, some):
+            for column in range(0, self._length, width) if self._length else (0,):
+                yield slice(first, min(first + some, self._ranks)), slice(column, column + width)
 
-        return Partial(of(self._sums), None if self._lost is None else of(self._lost))
+    def _sum(self, chunks: slice, columns: slice, scales: Tensor | None) -> Tensor:
+        arithmetic = self._arithmetic
+        if self._segments is not None:
+            segments = self._segments[chunks].flatten()
+            arithmetic = Arithmetic(
+                arithmetic.format, arithmetic.compensated, segments, self._count
+            )
+        scale = None if scales is None else scales[chunks, columns].flatten()
+        starts = torch.arange(chunks.start, chunks.stop)
+        total: Partial | None = None
+        for hop in range(self._ranks):
+            ranks = (starts + hop) % self._ranks
+            partial = Partial(self._part(self._sums, ranks, starts, columns))
+            if self._cast:
+                partial = arithmetic.cast(partial.sum if scale is None else partial.sum.mul_(scale))
+            elif self._lost is not None:
+                partial.lost = self._part(self._lost, ranks, starts, columns)
+            total = partial if total is None else arithmetic.add(total, partial)
+        assert total is not None
+        return total.sum
+
+    def _part(self, rows: Tensor | None, ranks: Tensor, chunks: Tensor, columns: slice) -> Tensor:
+        """A copy of these columns of each rank's chunk, side by side."""
+        assert rows is not None
+        cut = rows.view(self._ranks, self._ranks, self._length)[:, :, columns]
+        return cut[ranks.to(rows.device), chunks.to(rows.device)].flatten()
 
 
 class Hierarchical:
@@ -237,27 +285,25 @@ class Hierarchical:
     Source: APS (arXiv 1911.08907), hierarchical all-reduce. The last group may be smaller.
     """
 
-    def __init__(self, group: Arithmetic, k: int, ring: Ring) -> None:
-        self.arithmetic = group
-        self._k, self._ring, self._members = k, ring, 0
-        self._group = Sequential(group)
+    def __init__(self, group: Sequential, k: int, ring: Ring) -> None:
+        self._group, self._k, self._ring, self._members = group, k, ring, 0
 
-    def push(self, partial: Partial) -> None:
+    def push(self, gradient: Tensor) -> None:
         """See :class:`Order`."""
-        self._group.push(partial)
+        self._group.push(gradient)
         self._members += 1
         if self._members == self._k:
             self._close()
 
-    def result(self) -> Partial:
+    def result(self) -> Tensor:
         """See :class:`Order`."""
         if self._members:
             self._close()
         return self._ring.result()
 
     def _close(self) -> None:
-        self._ring.push(self._group.result())
-        self._group, self._members = Sequential(self.arithmetic), 0
+        self._ring.push_partial(self._group.take())
+        self._members = 0
 
 
 def check_order(order: object, ranks: int) -> None:
@@ -293,13 +339,14 @@ def make_order(
     if local:
         index = torch.arange(len(sizes), device=device)
         tensors = index.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=device))
-    whole = Arithmetic(format, compensated, tensors)
+    arithmetic = Arithmetic(format, compensated, tensors, len(sizes))
     if order == "sequential":
-        return Sequential(whole)
+        return Sequential(arithmetic)
     if order == "tree":
-        return Tree(whole)
+        return Tree(arithmetic)
     if order == "ring":
-        return Ring(format, compensated, ranks, tensors, sum(sizes))
+        return Ring(arithmetic, ranks, sum(sizes), tensors)
     k = order[1]
     assert isinstance(k, int)
-    return Hierarchical(whole, k, Ring(format, compensated, -(-ranks // k), tensors, sum(sizes)))
+    ring = Ring(arithmetic, -(-ranks // k), sum(sizes), tensors)
+    return Hierarchical(Sequential(arithmetic), k, ring)

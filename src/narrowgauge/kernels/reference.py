@@ -259,17 +259,18 @@ _ROW = 256  # columns that share a sequence of random words
 
 
 def odd_sum(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y`` rounded to odd: if inexact, the neighbour in float64 whose last bit is 1.
+    """``x + y`` rounded to odd: if inexact, the neighbour in their dtype whose last bit is 1.
 
-    Rounding that to a format of at most 50 bits gives what rounding the exact sum would give.
+    Rounding that to a format of at most 50 bits (float64) or 21 (float32) gives what rounding the
+    exact sum would give.
     """
     total = x + y
     part = total - x
     error = (x - (total - part)) + (y - part)  # exact (Knuth)
-    bits = total.view(torch.int64)
-    step = torch.where((bits < 0) == (error < 0), 1, -1)
+    bits = total.view(torch.int64 if total.dtype == torch.float64 else torch.int32)
+    step = torch.where((bits < 0) == (error < 0), 1, -1).to(bits.dtype)
     inexact = ((error < 0) | (error > 0)) & (bits & 1 == 0)
-    return (bits + step * inexact).view(torch.float64)
+    return (bits + step * inexact).view(total.dtype)
 
 
 def _exact_sum(terms: list[Tensor]) -> Tensor:
