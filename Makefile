@@ -32,7 +32,7 @@ exhaustive: $(STAMP)
 bench: $(STAMP)
 	$(PIP) --editable '.[dev,bench]'
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/kernels.py
-	$(VENV)/bin/python benchmarks/matmul.py
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/simulator.py
 	$(VENV)/bin/python benchmarks/allreduce.py
 
 clean:
