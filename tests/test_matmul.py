@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -107,6 +108,47 @@ def test_every_intermediate_is_rounded_exactly(
             products = None if fused else name
             expected = by_hand(name, size, kind, products, name, compensated, chunk)
             assert same(result, expected), (kind, size)
+
+
+WAYS = list(itertools.product(FORMATS, [False, True], [False, True], [1, 4, 64]))
+ODD_SIZES = list(itertools.product([1, 3, 17, 33], repeat=3))
+
+
+def laid_out(x: torch.Tensor, index: int) -> torch.Tensor:
+    """The same matrix, in one of four layouts of memory."""
+    rows, columns = x.shape
+    if index % 4 == 1:
+        return x.t().contiguous().t()
+    room = torch.full((2 * rows + 1, 2 * columns + 1), math.nan)
+    view = {2: room[1::2, 1::2], 3: room[1 : 1 + rows, 1 : 1 + columns]}.get(index % 4)
+    return x if view is None else view.copy_(x)
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_odd_sizes_strides_and_specials_in_every_way(backend: str, way: int) -> None:
+    # Not every combination: each way meets two sizes, all sizes, layouts and kinds meet some way.
+    name, compensated, fused, chunk = WAYS[way]
+    for turn, kind in enumerate(("normal", "special")):
+        size = ODD_SIZES[(37 * way + 27 * turn) % len(ODD_SIZES)]
+        if backend == "reference" and math.prod(size) > 300:
+            continue  # the same, slowly
+        a, b = operands(name, size, kind)
+        a, b = laid_out(a, way + turn), laid_out(b, way // 4 + turn)
+        result = matmul(a, b, accumulate=name, fused=fused, compensated=compensated, chunk=chunk)
+        products = None if fused else name
+        expected = by_hand(name, size, kind, products, name, compensated, chunk)
+        assert same(result, expected), (kind, size)
+
+
+def test_empty_dimensions_in_every_way() -> None:
+    for name, compensated, fused, chunk in WAYS:
+        for rows, depth, columns in ((0, 3, 17), (3, 0, 17), (3, 17, 0), (0, 0, 0)):
+            result = matmul(
+                torch.ones(rows, depth), torch.ones(depth, columns),
+                accumulate=name, compensated=compensated, fused=fused, chunk=chunk,
+            )  # fmt: skip
+            # The empty sum is +0.
+            assert same(result, torch.zeros(rows, columns)), (name, rows, depth, columns)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -276,7 +318,8 @@ def test_threads_do_not_matter(backend: str) -> None:
         pytest.skip("knows no threads")
     a, b = torch.randn(3, 40, 33), torch.randn(33, 300)
     threads = torch.get_num_threads()
-    ways = [{}, {"compensated": True}, {"chunk": 8, "fused": True}, {"rounding": "stochastic"}]
+    ways: list[dict[str, object]] = [{}, {"compensated": True}, {"chunk": 8, "fused": True}]
+    ways += [{**way, "rounding": "stochastic"} for way in ways]
     try:
         results = []
         for count in (1, 2):
@@ -310,6 +353,21 @@ def test_stochastic_rounding_is_unbiased_and_obeys_seeds(backend: str) -> None:
     # deviation is below 0.25 * sqrt(50 / 76800) = 0.0064; five of them:
     assert abs(first.mean().item() - 50 * 0.37 * 0.91) < 0.032
     assert first.unique().numel() > 5
+    torch.manual_seed(2)
+    assert not same(first, matmul(a, b, multiply="fp32", accumulate="e5m4", rounding="stochastic"))
+
+
+@pytest.mark.parametrize("way", [{}, {"compensated": True}, {"chunk": 4}])
+def test_stochastic_rounding_of_products_is_unbiased(backend: str, way: dict[str, object]) -> None:
+    only_once(backend)
+    a, b = torch.full((300, 50), 0.37), torch.full((50, 256), -0.91)
+    torch.manual_seed(1)
+    result = matmul(a, b, multiply="e4m3", accumulate="fp32", rounding="stochastic", **way)  # type: ignore[arg-type]
+    # 3,840,000 products of -0.3367, rounded to -0.34375 or -0.3125: a standard deviation of at most
+    # half that spacing each, so of the mean of sums 1/64 * sqrt(50 / 76800) = 0.0004; five of them.
+    # (What float32 sums lose is a thousandth of it.)
+    assert abs(result.double().mean().item() + 50 * 0.37 * 0.91) < 0.002
+    assert result.unique().numel() > 5
 
 
 # -- gradients -------------------------------------------------------------------------------------

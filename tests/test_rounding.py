@@ -239,6 +239,8 @@ def test_stochastic_is_unbiased() -> None:
         neighbours = result.unique()
         assert len(neighbours) == 2
         spread = float(neighbours[1] - neighbours[0])
+        # One of two numbers: a standard deviation of at most half their distance. Of the mean of
+        # all, three standard deviations.
         assert abs(result.double().mean().item() - value) < 3 * spread / 2 / count**0.5
         exact = quantize(neighbours, format, rounding="stochastic")
         assert torch.equal(exact, neighbours)
