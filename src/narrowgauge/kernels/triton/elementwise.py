@@ -10,7 +10,9 @@ from narrowgauge.kernels.triton.rounding import NAN, random_words, rounded_bits
 
 
 @triton.jit
-def words_of_tile(key0, key1, rounding: tl.constexpr, TILE: tl.constexpr):
+def words_of_tile(
+    key0: tl.tensor, key1: tl.tensor, rounding: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
     """Random words of the program's tile, or zeros where none are wanted."""
     if rounding == "stochastic":
         first = tl.program_id(0).to(tl.int64) * (TILE // 4)
@@ -20,9 +22,10 @@ def words_of_tile(key0, key1, rounding: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1"])
 def quantize(
-    x, out, numel, key0, key1,
+    x: tl.tensor, out: tl.tensor, numel: tl.tensor,
+    key0: tl.tensor, key1: tl.tensor,
     to: tl.constexpr, rounding: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """``out = round(x)``, as bits. A wide grid takes float32 through float64."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     word = words_of_tile(key0, key1, rounding, TILE)
@@ -40,10 +43,11 @@ def quantize(
 
 @triton.jit(do_not_specialize=["numel", "key0", "key1"])
 def encode(
-    x, out, scales, spoilt, numel, key0, key1,
+    x: tl.tensor, out: tl.tensor, scales: tl.tensor, spoilt: tl.tensor, numel: tl.tensor,
+    key0: tl.tensor, key1: tl.tensor,
     to: tl.constexpr, rounding: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
     HAS_NAN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Packed codes of ``x * scales``; and 1 into ``spoilt`` if NaN meets a format without it."""
     tile = tl.program_id(0).to(tl.int64)
     place = tile * TILE + tl.arange(0, TILE)
@@ -88,9 +92,10 @@ def encode(
 
 @triton.jit(do_not_specialize=["numel", "factor"])
 def decode(
-    codes, out, table, scales, numel, factor,
+    codes: tl.tensor, out: tl.tensor, table: tl.tensor, scales: tl.tensor, numel: tl.tensor,
+    factor: tl.tensor,
     BITS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """``out = float32(table[code] * scales) * factor``, as bits.
 
     ``factor``: bits of a float32. A table, for it serves every format: up to 8 bits it stays in the
@@ -122,9 +127,9 @@ def decode(
 
 @triton.jit(do_not_specialize=["numel", "block_size"])
 def largest_magnitudes(
-    x, out, numel, block_size, blocks,
+    x: tl.tensor, out: tl.tensor, numel: tl.tensor, block_size: tl.tensor, blocks: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The largest magnitude's bits of each block; x: int32, bits. ROWS blocks a program."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = (block * block_size)[:, None]

@@ -18,7 +18,14 @@ SEQUENCE: tl.constexpr = tl.constexpr(256)  # columns that share a sequence of r
 
 
 @triton.jit
-def rounded(x, counter, key0, key1, to: tl.constexpr, rounding: tl.constexpr):
+def rounded(
+    x: tl.tensor,
+    counter: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    to: tl.constexpr,
+    rounding: tl.constexpr,
+) -> tl.tensor:
     """float64 ``x`` rounded, as float64."""
     word = tl.zeros((), tl.uint32)
     if rounding == "stochastic":
@@ -29,13 +36,15 @@ def rounded(x, counter, key0, key1, to: tl.constexpr, rounding: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunk", "roundings", "key0", "key1"])
 def matmul(
-    a, b, out, spilt, rows, depth, columns,
-    a_batch, a_row, a_column, b_batch, b_row, b_column,
-    chunk, roundings, key0, key1,
+    a: tl.tensor, b: tl.tensor, out: tl.tensor, spilt: tl.tensor,
+    rows: tl.tensor, depth: tl.tensor, columns: tl.tensor,
+    a_batch: tl.tensor, a_row: tl.tensor, a_column: tl.tensor,
+    b_batch: tl.tensor, b_row: tl.tensor, b_column: tl.tensor,
+    chunk: tl.tensor, roundings: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     product: tl.constexpr, total: tl.constexpr, rounding: tl.constexpr,
     COMPENSATED: tl.constexpr, ONE_BY_ONE: tl.constexpr, WATCHED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """``out[i] = a[i] @ b[i]``, as bits.
 
     ``a`` and ``b`` are float32 of any strides; ``chunk`` products are added before each rounding,

@@ -15,7 +15,7 @@ NAN: tl.constexpr = tl.constexpr(0x7FC00000)  # the one NaN of all backends; a G
 
 
 @triton.jit
-def random_words(counter, key0, key1):
+def random_words(counter: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
     """The four words of each Philox4x32-7 block, side by side along the last dimension.
 
     ``counter``, int64, numbers the blocks; ``key0`` and ``key1``, int32, are the key's halves.
@@ -28,7 +28,9 @@ def random_words(counter, key0, key1):
 
 
 @triton.jit
-def rounded_bits(bits, exponent, word, to: tl.constexpr, rounding: tl.constexpr):
+def rounded_bits(
+    bits: tl.tensor, exponent: tl.tensor, word: tl.tensor, to: tl.constexpr, rounding: tl.constexpr
+) -> tl.tensor:
     """``x * 2**exponent`` rounded: codes, or the bits of values.
 
     Args:
@@ -116,7 +118,7 @@ def rounded_bits(bits, exponent, word, to: tl.constexpr, rounding: tl.constexpr)
 
 
 @triton.jit
-def value_bits(ordinal, to: tl.constexpr):
+def value_bits(ordinal: tl.tensor, to: tl.constexpr) -> tl.tensor:
     """The bits of the numbers with these ordinals, in the word."""
     normal = (ordinal << (to.word_mantissa - to.m)) + (
         (to.min_exponent + to.word_bias - 1) << to.word_mantissa
@@ -135,7 +137,7 @@ def value_bits(ordinal, to: tl.constexpr):
 
 
 @triton.jit
-def odd_sum(x, y):
+def odd_sum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
     """``x + y`` rounded to odd, in float64: see ``kernels/sums.hpp``."""
     total = x + y
     part = total - x
@@ -144,7 +146,7 @@ def odd_sum(x, y):
 
 
 @triton.jit
-def to_odd(total, error):
+def to_odd(total: tl.tensor, error: tl.tensor) -> tl.tensor:
     """Of the neighbours of ``total + error`` that one whose last bit is 1, unless it is exact."""
     bits = total.to(tl.int64, bitcast=True)
     inexact = ((error < 0) | (error > 0)) & ((bits & 1) == 0)
