@@ -26,7 +26,7 @@ NAMES = {
     "quantize",
     "quantize_",
 }
-SUBMODULES = {"gradients"}
+SUBMODULES = {"gradients", "nn"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,6 +1,7 @@
 """Narrowgauge: every number that training moves, in the narrowest format that still converges."""
 
 from narrowgauge import gradients as gradients
+from narrowgauge import nn as nn
 from narrowgauge.codec import decode as decode
 from narrowgauge.codec import encode as encode
 from narrowgauge.collectives import all_reduce as all_reduce
