@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,20 @@ def test_the_accuracy_study_resumes_and_draws(tmp_path: Path) -> None:
 def test_the_accuracy_study_says_which_data_it_needs() -> None:
     printed = run("aps_accuracy.py", "--data", "nowhere", status=1)
     assert "'nowhere' is neither a known data set" in printed
+
+
+def test_a_new_format_takes_one_file() -> None:
+    printed = run("new_format.py", "--steps", "2")
+    assert "e3m2b5finite: 6 bits, 0.015625 to 7" in printed
+    assert "become [0.3125, 1.0, -2.5, 7.0]" in printed
+    assert printed.count("%") == 11
+
+
+PAGES = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", ["emulation.md", "new_format.md"])
+def test_what_the_pages_show_runs(page: str) -> None:
+    text = (PAGES / page).read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
