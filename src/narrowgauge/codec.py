@@ -5,8 +5,9 @@ The codes are a little-endian stream of bits: element ``i`` of a format of ``b``
 of the last byte are zero. A power of two may be multiplied in on the way, per tensor or per block;
 it changes exponents only and so costs no accuracy. Block formats carry scales of their own in front
 of the elements, each part padded to whole bytes (and before them, with two levels, the tensor's:
-four bytes, little-endian). Every NaN becomes the format's one quiet
-NaN without sign: which NaN a sum gives differs between processors, and codes must not.
+four bytes, little-endian). Every NaN becomes the format's one quiet NaN without sign: which NaN a
+sum gives differs between processors, and codes must not. (A number that ``overflow="nan"`` turns
+into NaN keeps its sign, which does not.)
 """
 
 from __future__ import annotations
