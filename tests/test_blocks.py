@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import gfloat
@@ -42,12 +41,7 @@ def block_format(name: str) -> BlockFormat:
     return format
 
 
-@pytest.fixture(params=kernels.available_backends(), autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.backend()
-    kernels.select(request.param)
-    yield request.param
-    kernels.select(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def only_once(backend: str) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -27,12 +26,7 @@ quick = settings(
 )
 
 
-@pytest.fixture(params=kernels.available_backends(), autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.backend()
-    kernels.select(request.param)
-    yield request.param
-    kernels.select(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def packed_by_hand(codes: list[int], bits: int) -> torch.Tensor:

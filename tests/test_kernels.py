@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,7 @@ from narrowgauge.kernels.grid import ROUNDINGS, grid_of
 from tests.numbers_by_hand import edges, random_bits, same
 from tests.test_rounding import THEIRS, UNUSUAL
 
-
-@pytest.fixture(params=kernels.available_backends(), autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.backend()
-    kernels.select(request.param)
-    yield request.param
-    kernels.select(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 FORMATS = [

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -21,13 +20,7 @@ from narrowgauge import (
 from tests import blocks_by_hand, matmul_by_hand
 from tests.numbers_by_hand import same
 
-
-@pytest.fixture(params=kernels.available_backends(), autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.backend()
-    kernels.select(request.param)
-    yield request.param
-    kernels.select(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def only_once(backend: str) -> None:

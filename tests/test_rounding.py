@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -37,12 +36,7 @@ UNUSUAL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=kernels.available_backends(), autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.backend()
-    kernels.select(request.param)
-    yield request.param
-    kernels.select(before)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def scalar(name: str) -> FloatFormat | IntFormat:
