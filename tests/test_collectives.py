@@ -515,7 +515,9 @@ def test_shared_scales_reach_up_to_the_largest_float32(world_size: int) -> None:
 
 
 def create_after_a_failure() -> None:
+    dist.barrier()  # both are connected for torch's own group
     if dist.get_rank() == 1:
+        time.sleep(0.5)  # and the other one has seen that
         raise ValueError("this rank never arrives")
     Reducer(timeout=timedelta(seconds=2))
 
