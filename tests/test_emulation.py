@@ -280,6 +280,8 @@ def test_wrong_types_are_named() -> None:
         emulate_all_reduce([1.0], "e5m2")  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"n is 2\.5; it must be an int"):
         EmulatedNodes(nn.Linear(2, 2), 2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is list; it must be a torch\.nn\.Module"):
+        EmulatedNodes([nn.Linear(2, 2)], 2)  # type: ignore[arg-type]
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -381,6 +383,18 @@ def test_only_what_is_trained_takes_part() -> None:
     assert set(EmulatedNodes(model, 2).formats) == {"0.weight", "0.bias"}
     with pytest.raises(ValueError, match="keep names 'fc'"):
         EmulatedNodes(model, 2, keep={"fc": "fp32"})
+
+
+def test_sparse_gradients_become_dense_and_what_was_frozen_since_gets_none() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    nodes = EmulatedNodes(model, 2, "fp32")
+    model[1].weight.requires_grad_(False)
+    for token in (0, 2):
+        model(torch.tensor([token])).sum().backward()
+        nodes.collect()
+    half = model[1].weight.detach().flatten() / 2
+    assert torch.equal(model[0].weight.grad, torch.stack([half, torch.zeros(2), half]))
+    assert model[1].weight.grad is None
 
 
 def test_public() -> None:

@@ -384,3 +384,24 @@ def test_negative_views_are_read_and_written(name: str, rounding: str) -> None:
     torch.manual_seed(2)
     assert quantize_(view, name, rounding=rounding) is view
     assert torch.equal(view, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # torch's own
+def test_forward_mode_is_refused_not_silently_zero() -> None:
+    x, tangent = torch.randn(3, 3), torch.ones(3, 3)
+    message = "forward-mode differentiation .* is not supported through rounding; use backward"
+    for function in (
+        lambda x: ng.quantize(x, "e5m2"),
+        lambda x: ng.quantize(x, "mxfp8_e4m3"),
+        lambda x: ng.matmul(x, x, accumulate="e5m2"),
+        lambda x: ng.nn.Linear(3, 3, formats=ng.nn.LayerFormats("e5m2", "e5m2"))(x),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.jvp(function, (x,), (tangent,))
+
+
+def test_vmap_is_the_same_as_a_loop() -> None:
+    x = torch.randn(4, 3)
+    for format in ("e5m2", "mxfp8_e4m3"):
+        batched = torch.func.vmap(lambda x, format=format: ng.quantize(x, format))(x)
+        assert torch.equal(batched, torch.stack([ng.quantize(row, format) for row in x]))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from narrowgauge.formats import BlockFormat, FormatLike, format_of
 from narrowgauge.kernels import blocks, operators
@@ -79,6 +80,17 @@ def check_tensor(x: Tensor, what: str) -> None:
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{what} is a {kind} tensor; it must be a dense one (torch.strided)")
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` in forward-mode differentiation, whose results would be 0."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) is not "
+            "supported through rounding; use backward(), or detach() the input"
+        )
 
 
 def is_negative_view(x: Tensor) -> bool:

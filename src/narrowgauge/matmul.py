@@ -181,6 +181,7 @@ def matmul(
             "arithmetic of the forward pass"
         )
     _check(a, b, format_a, format_b)
+    codec.refuse_tangents(a, b)
     random = "stochastic" in (rounding, after[-1])
     key = codec.random_key("stochastic" if random else rounding, generator)
     dtype = a.dtype

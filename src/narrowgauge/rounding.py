@@ -2,8 +2,7 @@
 
 The result is the exactly rounded one: round first, as if the format's exponents were unbounded
 above, then see whether it overflows. The gradient passes straight through, so rounding may stand
-anywhere in a model. That holds for ``backward()``; forward-mode differentiation and the transforms
-of ``torch.func`` are not supported (a tangent comes out zero).
+anywhere in a model. That holds for ``backward()``; forward-mode differentiation is refused.
 """
 
 from __future__ import annotations
@@ -71,8 +70,10 @@ def quantize(
             ``out`` of another shape, dtype or device, or partly the same memory as ``x``.
         IndexError: ``x`` has no dimension ``dim``.
         RuntimeError: ``out`` is given and a gradient is asked for.
+        NotImplementedError: ``x`` has a tangent (forward-mode differentiation).
     """
     codec.check_input(x, rounding, overflow)
+    codec.refuse_tangents(x)
     layout = codec.layout_of(format)
     if out is not None:
         codec.check_out(out, x.shape, x.dtype, x.device)

@@ -236,6 +236,7 @@ def emulate_all_reduce(
         a sequence was given.
 
     A NaN or infinity makes a scaled tensor NaN throughout; without a scale, it spreads as sums do.
+    With local scales a sum beyond float32's range counts as infinite.
 
     Raises:
         TypeError: not tensors, or of another dtype.
@@ -337,6 +338,8 @@ class EmulatedNodes:
         keep: Mapping[str, FormatLike] | None = None,
         measure_error: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is {type(model).__name__}; it must be a torch.nn.Module")
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n is {n!r}; it must be an int, the number of nodes")
         _check(n, "mean", order, scale, published)
@@ -377,7 +380,8 @@ class EmulatedNodes:
 
         Returns:
             Whether this was the n-th node: then ``.grad`` of every parameter is the nodes' mean.
-            Parameters that a node did not use count as zeros, as in DDP.
+            Parameters that a node did not use count as zeros, as in DDP. Sparse gradients become
+            dense.
 
         Raises:
             RuntimeError: no parameter has a gradient; was ``backward()`` called?
@@ -391,11 +395,11 @@ class EmulatedNodes:
             gradient = self._sums[index].buffer()
             parts = gradient.split(sizes)
             for parameter, part in zip(group, parts, strict=True):
-                if parameter.grad is None:
+                grad, parameter.grad = parameter.grad, None
+                if grad is None:
                     part.zero_()
                 else:
-                    part.view(parameter.shape).copy_(parameter.grad)
-                parameter.grad = None
+                    part.view(parameter.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
             if self._measures_error:
                 exact = self._exact[index]
                 self._exact[index] = gradient.double() if exact is None else exact.add_(gradient)
@@ -418,6 +422,7 @@ class EmulatedNodes:
             if exact is not None:
                 errors.append(round_off_sums(exact.div_(self.n).float(), reduced))
             for parameter, part in zip(group, reduced.split(sizes), strict=True):
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+                if parameter.requires_grad:  # may have been frozen since
+                    parameter.grad = part.view(parameter.shape).to(parameter.dtype)
         count = sum(elements for _, elements in errors)
         self.round_off_error = sum(total for total, _ in errors) / count if count else None
