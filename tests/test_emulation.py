@@ -282,6 +282,8 @@ def test_wrong_types_are_named() -> None:
         EmulatedNodes(nn.Linear(2, 2), 2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model is list; it must be a torch\.nn\.Module"):
         EmulatedNodes([nn.Linear(2, 2)], 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"parameter 'weight' is torch\.float64; allowed: torch"):
+        EmulatedNodes(nn.Linear(2, 2).double(), 2)
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -395,6 +397,16 @@ def test_sparse_gradients_become_dense_and_what_was_frozen_since_gets_none() -> 
     half = model[1].weight.detach().flatten() / 2
     assert torch.equal(model[0].weight.grad, torch.stack([half, torch.zeros(2), half]))
     assert model[1].weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")
+def test_gradients_with_a_graph_are_taken_without_it() -> None:
+    model = nn.Linear(2, 1)
+    nodes = EmulatedNodes(model, 2, "e5m2")
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward(create_graph=True)
+        nodes.collect()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 def test_public() -> None:

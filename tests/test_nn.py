@@ -488,3 +488,38 @@ def test_errors_of_inputs_say_what_is_allowed() -> None:
 def test_nested_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="the input is a nested tensor; it must be a dense one"):
         Linear(2, 2, formats=EXACT)(torch.nested.nested_tensor([torch.ones(1, 2)]))
+
+
+SUMS = LayerFormats("e4m3", "e4m3", accumulate="bf16")
+
+
+def test_other_dtypes_than_the_weights_are_refused_as_by_torch() -> None:
+    message = r"the input is torch\.int64 and the layer's weight torch\.float32; convert one"
+    with pytest.raises(TypeError, match=message):
+        Linear(3, 2, formats=SUMS)(torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"the input is torch\.bfloat16 and"):
+        Conv2d(1, 1, 1, formats=SUMS)(torch.ones(1, 1, 2, 2, dtype=torch.bfloat16))
+
+
+def test_attention_does_not_broadcast_batches() -> None:
+    attention = MultiheadAttention(8, 2, batch_first=True, formats=SUMS)
+    keys = torch.randn(1, 5, 8)
+    with pytest.raises(
+        ValueError, match=r"query has a batch of 4 \(dimension 0\) and key one of 1"
+    ):
+        attention(torch.randn(4, 3, 8), keys, keys)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_convolution_gives_can_be_written_in_place(size: int) -> None:
+    layer = Conv2d(4, 1, 3, bias=False, formats=SUMS)
+    out = layer(torch.randn(1, 4, size + 2, size + 2)).relu_()
+    out.sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_layers_without_outputs_and_on_the_meta_device() -> None:
+    assert Linear(5, 0, formats=SUMS)(torch.randn(2, 5)).shape == (2, 0)
+    layer = Linear(5, 3, device="meta", formats=LayerFormats("e4m3", "e4m3"))
+    assert layer(torch.randn(2, 5, device="meta")).shape == (2, 3)

@@ -30,6 +30,7 @@ from narrowgauge.kernels import operators
 from narrowgauge.ledger import round_off_sums
 from narrowgauge.scaling import largest_exponents, needs_scale, shared_exponents
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_NODES = 4096  # of which shared scales leave room for the sum
 
 
@@ -75,12 +76,12 @@ class NodeSum:
         ]  # fmt: skip
         self._group = order[1] if isinstance(order, tuple) else nodes
         self._order, self._device = order, device
-        self._buffers: dict[int, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget what was pushed."""
         self._pushed = 0
+        self._buffers: dict[int, Tensor] = {}
         self._orders = [make() for make in self._make_orders]
         self._ring = self._orders[0] if isinstance(self._orders[0], Ring) else None
         # Shared scales are known once all nodes have been seen, so their vectors wait: in the ring,
@@ -236,7 +237,7 @@ def emulate_all_reduce(
         a sequence was given.
 
     A NaN or infinity makes a scaled tensor NaN throughout; without a scale, it spreads as sums do.
-    With local scales a sum beyond float32's range counts as infinite.
+    With local scales a sum beyond float32's range comes out infinite or NaN.
 
     Raises:
         TypeError: not tensors, or of another dtype.
@@ -251,10 +252,8 @@ def emulate_all_reduce(
     for each in tensors:
         if not isinstance(each, Tensor):
             raise TypeError(f"stacked holds a {type(each).__name__}; it must hold tensors")
-        if each.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"stacked is {each.dtype}; allowed: torch.float32, torch.bfloat16, torch.float16"
-            )
+        if each.dtype not in _DTYPES:
+            raise TypeError(f"stacked is {each.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
         if each.dim() == 0:
             raise ValueError("stacked has no dimension; the first one counts the nodes")
     nodes = len(tensors[0])
@@ -321,6 +320,8 @@ class EmulatedNodes:
     nothing to save with a checkpoint.
 
     Raises:
+        TypeError: ``model`` is no module, or a parameter of another dtype than float32, bfloat16
+            and float16.
         ValueError: as :func:`emulate_all_reduce`; a key of ``keep`` that matches no parameter; a
             model without parameters that require a gradient.
     """
@@ -346,6 +347,12 @@ class EmulatedNodes:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("model has no parameter that requires a gradient")
+        for name, parameter in named.items():
+            if parameter.dtype not in _DTYPES:
+                raise TypeError(
+                    f"parameter {name!r} is {parameter.dtype}; allowed: "
+                    f"{', '.join(map(str, _DTYPES))}"
+                )
         self.n = n
         self.formats = parameter_formats(named, format, keep, check=_sum_format)
         self.steps = 0
@@ -399,6 +406,7 @@ class EmulatedNodes:
                 if grad is None:
                     part.zero_()
                 else:
+                    grad = grad.detach()
                     part.view(parameter.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
             if self._measures_error:
                 exact = self._exact[index]

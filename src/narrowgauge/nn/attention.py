@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from narrowgauge.nn import products
 from narrowgauge.nn.layer_formats import LayerFormats
-from narrowgauge.nn.layers import RoundedLayer, without_autocast
+from narrowgauge.nn.layers import RoundedLayer, in_autocast, without_autocast
 
 _SCORES, _CONTEXT = ("activations", "activations"), ("activations", "activations")
 
@@ -78,7 +78,7 @@ class MultiheadAttention(RoundedLayer, nn.MultiheadAttention):
         if not self.formats.rounds and query.dtype != torch.float64:
             outputs: tuple[Tensor, Tensor | None] = super().forward(query, key, value, *masks)
             return outputs
-        if not torch.is_autocast_enabled(query.device.type):
+        if not in_autocast(query.device):
             return self._rounded_forward(query, key, value, *masks)
         dtype = self.out_proj.weight.dtype
         wide = {id(x): x.to(dtype) for x in (query, key, value)}  # the same stay the same
@@ -98,6 +98,12 @@ class MultiheadAttention(RoundedLayer, nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         _check(query, key, value, key_padding_mask)
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+            raise ValueError(
+                f"query has a batch of {query.shape[batch]} (dimension {batch}) and key one of "
+                f"{key.shape[batch]}; they must be equal (batch_first is {self.batch_first})"
+            )
         if is_causal and attn_mask is None:
             raise ValueError(
                 "is_causal is True without attn_mask; it is a hint that attn_mask is the causal "

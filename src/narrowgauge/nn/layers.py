@@ -108,6 +108,11 @@ class RoundedLayer(nn.Module):
         return f"{inherited}{', ' if inherited else ''}formats={self.formats}"
 
 
+def in_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for tensors of this device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> torch.autocast:
     """Layers that round ignore autocast: what they compute in is said by their formats."""
     return torch.autocast(device.type, enabled=False)
@@ -143,7 +148,7 @@ class Linear(RoundedLayer, nn.Linear):
         formats = self.formats
         if not formats.rounds and input.dtype != torch.float64:
             return F.linear(input, self.weight, self.bias)
-        if torch.is_autocast_enabled(input.device.type):
+        if in_autocast(input.device):
             with without_autocast(input.device):
                 input = input.to(self.weight.dtype)
                 return products.linear(input, self.weight, self.bias, formats)
@@ -189,12 +194,13 @@ class RoundedConvolution(RoundedLayer):
         if not formats.rounds and input.dtype != torch.float64:
             result: Tensor = self._conv_forward(input, self.weight, self.bias)
             return result
-        if torch.is_autocast_enabled(input.device.type):
+        if in_autocast(input.device):
             with without_autocast(input.device):
                 return self._rounded_forward(input.to(self.weight.dtype), formats)
         return self._rounded_forward(input, formats)
 
     def _rounded_forward(self, x: Tensor, formats: LayerFormats) -> Tensor:
+        products.check_dtypes(x, self.weight)
         if not products.simulated(x, formats):
             x = products.rounded(x, "activations", formats)
             weight = products.rounded(self.weight, "weights", formats)

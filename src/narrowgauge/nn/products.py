@@ -64,6 +64,15 @@ def gradient_rounded(y: Tensor, formats: LayerFormats) -> Tensor:
     return round_gradient(y, format, formats.backward_sums["rounding"])
 
 
+def check_dtypes(x: Tensor, weight: Tensor) -> None:
+    """Raise ``TypeError`` unless both are of one floating-point dtype, as torch's layers demand."""
+    if x.dtype != weight.dtype or not x.is_floating_point():
+        raise TypeError(
+            f"the input is {x.dtype} and the layer's weight {weight.dtype}; convert one of them, "
+            "to one floating-point dtype"
+        )
+
+
 def simulated(x: Tensor, formats: LayerFormats) -> bool:
     """Whether sums are made by ``narrowgauge.matmul`` and not by torch.
 
@@ -98,6 +107,7 @@ def product(a: Tensor, b: Tensor, kinds: tuple[str, str], formats: LayerFormats)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, formats: LayerFormats) -> Tensor:
     """``x @ weight.T + bias``; ``x`` of shape (..., in), ``weight`` (out, in)."""
+    check_dtypes(x, weight)
     if not simulated(x, formats):
         x, weight = rounded(x, "activations", formats), rounded(weight, "weights", formats)
         return gradient_rounded(F.linear(x, weight, bias), formats)
@@ -109,7 +119,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, formats: LayerFormats
         backward=formats.matmul_backward,
     )
     if bias is not None:
-        y = _with_bias(y.reshape(-1, bias.shape[0]), bias, formats).view(y.shape)
+        rows = y.reshape(y.shape[:-1].numel(), bias.shape[0])
+        y = _with_bias(rows, bias, formats).view(y.shape)
     return gradient_rounded(y, formats).to(x.dtype)
 
 
@@ -153,7 +164,8 @@ def convolution(
     if bias is not None:
         y = _with_bias(y, bias, formats)
     size = _outputs(x.shape[2:], weight.shape[2:], stride, dilation)
-    y = y.view(x.shape[0], *size, weight.shape[0]).movedim(-1, 1).contiguous()
+    y = y.view(x.shape[0], *size, weight.shape[0]).movedim(-1, 1)
+    y = y.clone(memory_format=torch.contiguous_format)  # a view could not be written in place
     return gradient_rounded(y, formats).to(x.dtype)
 
 
