@@ -19,7 +19,7 @@ import torch.distributed as dist
 import narrowgauge
 from narrowgauge.codec import packed_size
 from narrowgauge.collectives.layout import cut
-from narrowgauge.collectives.reduce import Reducer
+from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.formats import BlockFormat, FloatFormat, format_of
 from narrowgauge.scaling import scale_exponents
 from tests.ranks import Raised, run_ranks

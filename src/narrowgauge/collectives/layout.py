@@ -15,9 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 from narrowgauge.formats import BlockFormat, Format
 from narrowgauge.kernels.blocks import packed_size
+
+Kind: TypeAlias = Literal["one-shot", "two-shot", "reduce-scatter", "all-gather", "float32"]
 
 _ALIGNMENT = 16  # elements; vector kernels start at the beginning of a cache line
 
@@ -53,15 +56,23 @@ class Layout:
         numel: elements in the flat buffer.
         sizes: elements per tensor.
         formats: format per tensor.
-        chunks: per chunk its pieces: one (one-shot), or one per rank in rank order (two-shot).
-        one_shot: whether everybody sends everything, instead of each rank summing its piece.
+        chunks: per chunk its pieces: one (one-shot), or one per rank in rank order.
+        kind: ``"one-shot"``: everybody sends everything to all. ``"two-shot"``: each rank sums its
+            pieces and sends the sums to all. ``"reduce-scatter"`` and ``"all-gather"`` are the two
+            halves of that, where the pieces of a rank are its shard: one of as many equal parts of
+            the buffer as there are ranks. ``"float32"``: the buffer is summed as it is, uncut.
     """
 
     numel: int
     sizes: tuple[int, ...]
     formats: tuple[Format, ...]
     chunks: tuple[tuple[Piece, ...], ...]
-    one_shot: bool
+    kind: Kind
+
+    @property
+    def steps(self) -> int:
+        """Messages that wait for one another."""
+        return 2 if self.kind == "two-shot" else 1
 
 
 def cut(
@@ -69,23 +80,54 @@ def cut(
     formats: Sequence[Format],
     world_size: int,
     message_bytes: int,
+    kind: Kind | None = None,
 ) -> Layout:
     """Cut tensors of ``sizes`` elements into messages of about ``message_bytes`` bytes.
 
-    Two ranks exchange everything in one step (one-shot); more ranks reduce in two (two-shot), which
-    needs the fewest bytes: 2(p-1)/p of the packed buffer per rank.
+    Without ``kind`` it is an all-reduce: two ranks exchange everything in one step (one-shot); more
+    ranks reduce in two (two-shot), which needs the fewest bytes: 2(p-1)/p of the packed buffer per
+    rank.
     """
-    one_shot = world_size <= 2
-    pieces_per_chunk = 1 if one_shot else world_size
+    kind = kind or ("one-shot" if world_size <= 2 else "two-shot")
+    if kind == "float32":
+        return Layout(sum(sizes), tuple(sizes), tuple(formats), (), kind)
+    pieces_per_chunk = 1 if kind == "one-shot" else world_size
     total_bytes = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / 8
     chunk_count = max(1, round(total_bytes / (message_bytes * pieces_per_chunk)))
-    borders = _borders(sizes, formats, chunk_count * pieces_per_chunk)
-    pieces = [_piece(sizes, formats, begin, end) for begin, end in pairwise(borders)]
-    chunks = tuple(
-        tuple(pieces[first : first + pieces_per_chunk])
-        for first in range(0, len(pieces), pieces_per_chunk)
+    if kind in ("reduce-scatter", "all-gather"):
+        chunks = _shard_chunks(sizes, formats, world_size, chunk_count)
+    else:
+        borders = _borders(sizes, formats, chunk_count * pieces_per_chunk)
+        pieces = [_piece(sizes, formats, begin, end) for begin, end in pairwise(borders)]
+        chunks = tuple(
+            tuple(pieces[first : first + pieces_per_chunk])
+            for first in range(0, len(pieces), pieces_per_chunk)
+        )
+    return Layout(sum(sizes), tuple(sizes), tuple(formats), chunks, kind)
+
+
+def shard_borders(numel: int, world_size: int) -> list[int]:
+    """Where the shard of each rank begins, and the end: all of one size, but for the last."""
+    size = -(-numel // world_size)
+    return [min(rank * size, numel) for rank in range(world_size + 1)]
+
+
+def _shard_chunks(
+    sizes: Sequence[int], formats: Sequence[Format], world_size: int, chunk_count: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """Pieces that lie in the shards of their ranks, as far into each shard in every chunk."""
+    borders = shard_borders(sum(sizes), world_size)
+    step = -(-borders[1] // chunk_count)
+    step += -step % math.lcm(
+        _ALIGNMENT, *(f.block_size for f in formats if isinstance(f, BlockFormat))
     )
-    return Layout(sum(sizes), tuple(sizes), tuple(formats), chunks, one_shot)
+    return tuple(
+        tuple(
+            _piece(sizes, formats, min(begin + offset, end), min(begin + offset + step, end))
+            for begin, end in pairwise(borders)
+        )
+        for offset in range(0, max(borders[1], 1), step)
+    )
 
 
 def _borders(sizes: Sequence[int], formats: Sequence[Format], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""One all-reduce under way: what it reduces, its message buffers, and how it ends."""
+"""One reduction under way: what it reduces, its message buffers, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,45 +15,15 @@ from narrowgauge.collectives.message import Arithmetic
 from narrowgauge.collectives.transport import tag_of
 
 
-class Reduction:
-    """One all-reduce under way, to be waited for like a ``torch.distributed.Work``.
+class Pending:
+    """Something under way, to be waited for like a ``torch.distributed.Work``."""
 
-    Attributes:
-        bytes_sent: payload this rank hands to the transport, headers included.
-        codec_seconds: time in kernels, summed over the stages.
-        wire_seconds: time the stages waited for messages.
-    """
-
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        plan: Plan,
-        arithmetic: Arithmetic,
-        on_success: Callable[[], None] | None,
-    ) -> None:
-        self.flat = flat
-        self.plan = plan
-        self.arithmetic = arithmetic
-        self.bytes_sent = 0
-        self.codec_seconds = 0.0
-        self.wire_seconds = 0.0
-        self.messages: Messages | None = None
-        self.first_number = 0
-        self.greetings: dict[int, torch.Tensor] = {}  # fingerprint of each peer's plan
-        self.greeting_receives: list[tuple[int, dist.Work]] = []
-        self.first_receives: list[list[tuple[int, dist.Work]]] = []
-        self.second_receives: list[list[tuple[int, dist.Work]]] = []
-        self.sends: list[tuple[int, dist.Work]] = []
+    def __init__(self, on_success: Callable[[], None] | None = None) -> None:
         self._on_success = on_success
-        self.inference = torch.is_inference_mode_enabled()
         self._on_finish: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
-
-    def tag(self, chunk: int) -> int:
-        """Tag of a chunk's codes; its sums have the next one."""
-        return tag_of(self.first_number + 1 + 2 * chunk, self.plan.lane)
 
     def is_completed(self) -> bool:
         """Whether it is over, with success or not."""
@@ -78,7 +48,7 @@ class Reduction:
         callback()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it: for the pipeline only. The first call counts."""
+        """End it: for those who make it only. The first call counts."""
         with self._lock:
             if self._finished.is_set():
                 return
@@ -91,6 +61,49 @@ class Reduction:
             self._finished.set()
         for callback in self._on_finish:
             callback()
+
+
+class Reduction(Pending):
+    """One reduction under way on one group of ranks.
+
+    Attributes:
+        name: what it reduces, for messages.
+        at_once: whether the calling thread does all the stages, because it would wait anyway.
+        bytes_sent: payload this rank hands to the transport, headers included.
+        codec_seconds: time in kernels, summed over the stages.
+        wire_seconds: time the stages waited for messages.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        plan: Plan,
+        arithmetic: Arithmetic,
+        on_success: Callable[[], None] | None = None,
+        name: str = "",
+        at_once: bool = False,
+    ) -> None:
+        super().__init__(on_success)
+        self.flat = flat
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.name = name
+        self.at_once = at_once
+        self.bytes_sent = 0
+        self.codec_seconds = 0.0
+        self.wire_seconds = 0.0
+        self.messages: Messages | None = None
+        self.first_number = 0
+        self.greetings: dict[int, torch.Tensor] = {}  # fingerprint of each peer's plan
+        self.greeting_receives: list[tuple[int, dist.Work]] = []
+        self.first_receives: list[list[tuple[int, dist.Work]]] = []
+        self.second_receives: list[list[tuple[int, dist.Work]]] = []
+        self.sends: list[tuple[int, dist.Work]] = []
+        self.inference = torch.is_inference_mode_enabled()
+
+    def tag(self, chunk: int) -> int:
+        """Tag of a chunk's codes; its sums have the next one."""
+        return tag_of(self.first_number + 1 + 2 * chunk, self.plan.lane)
 
     @contextmanager
     def codec(self) -> Iterator[None]:
@@ -120,22 +133,26 @@ class Messages:
 
     One-shot: ``incoming[chunk][rank]`` is every rank's message, our own included. Two-shot:
     ``incoming`` holds everybody's codes of *our* piece, ``outgoing`` our codes of everybody's, and
-    ``reduced`` the sums of every piece.
+    ``reduced`` the sums of every piece. Of these, a reduce-scatter has the first two, an all-gather
+    the last.
     """
 
     def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
         def message(piece: Piece) -> torch.Tensor:
             return torch.zeros(piece.size, dtype=torch.uint8, device="cpu")
 
-        own = 0 if layout.one_shot else rank
-        self.incoming = [[message(c[own]) for _ in range(world_size)] for c in layout.chunks]
+        self.incoming: list[list[torch.Tensor]] = []
         self.outgoing: list[list[torch.Tensor]] = []
         self.reduced: list[list[torch.Tensor]] = []
-        if not layout.one_shot:
+        if layout.kind == "one-shot":
+            self.incoming = [[message(c[0]) for _ in range(world_size)] for c in layout.chunks]
+        if layout.kind in ("two-shot", "reduce-scatter"):
+            self.incoming = [[message(c[rank]) for _ in range(world_size)] for c in layout.chunks]
             self.outgoing = [[message(piece) for piece in chunk] for chunk in layout.chunks]
-            self.reduced = [[message(piece) for piece in chunk] for chunk in layout.chunks]
             for incoming, outgoing in zip(self.incoming, self.outgoing, strict=True):
                 incoming[rank] = outgoing[rank]
+        if layout.kind in ("two-shot", "all-gather"):
+            self.reduced = [[message(piece) for piece in chunk] for chunk in layout.chunks]
 
 
 class Plan:

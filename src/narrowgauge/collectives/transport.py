@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,8 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
 
-_transports_made: dict[str, int] = {}  # by name of the group
+VERSION = 2
+"""Of the bytes between ranks; raised with every change to them."""
+
+_meetings: dict[str, int] = {}  # how often the members of a group met, by its name
 
 
 class CollectiveError(RuntimeError):
@@ -34,37 +38,62 @@ class Transport:
     Args:
         group: the ranks that talk to each other; ``None`` is the default group. All of them must
             create the transport at the same point of the program.
-        timeout: how long a message may take before every waiting rank raises.
+        timeout: how long a message may take before every waiting rank raises; ``None``: as long as
+            in ``group``.
+        among: the ranks of ``group`` that take part, in order, this one among them; ``None``: all.
+            All ranks of ``group`` create a transport at that point, each among its own.
+
+    Attributes:
+        rank: this rank's number among those that take part; peers are counted likewise.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or this rank is not in ``group``.
+        CollectiveError: a rank did not come, refused its arguments, or runs another version.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group "
-                "first, or start the program with torchrun"
-            )
-        self.timeout = timeout
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | None,
+        among: Sequence[int] | None = None,
+    ) -> None:
+        members = members_of(group)
+        self.timeout = timeout_of(members) if timeout is None else timeout
+        rank = dist.get_rank(group)
+        if rank < 0:
             raise RuntimeError("this rank is not a member of the given process group")
-        self.world_size = dist.get_world_size(group)
-        members = group or dist.group.WORLD
-        assert members is not None
-        # Members make their transports in the same order, so the count makes a name they share.
-        number = _transports_made.get(members.group_name, 0)
-        _transports_made[members.group_name] = number + 1
-        store = PrefixStore(
-            f"narrowgauge/{number}", dist.distributed_c10d._get_process_group_store(members)
-        )
+        self._ranks = list(range(dist.get_world_size(group)) if among is None else among)
+        self.rank = self._ranks.index(rank)
+        self.world_size = len(self._ranks)
+        store = PrefixStore(f"from{self._ranks[0]}", _next_meeting(members))
+        self._meet(store)
         with self._explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
             # Agreements are made by the calling thread while another sends messages: on one group
             # their order could differ between ranks.
             self._agreements = self._new_group(PrefixStore("agreements", store))
         self._next_number = 0
+
+    def _meet(self, store: Store) -> None:
+        """Tell the others that we come, and see that they do, and speak as we do."""
+        store.set(f"rank{self.rank}", f"version {VERSION}")
+        names = [f"rank{peer}" for peer in self.peers]
+        missing: list[int] = []
+        with self._explained("connecting to", missing):
+            try:
+                store.wait(names, self.timeout)
+            except RuntimeError:
+                missing += [peer for peer in self.peers if not store.check([f"rank{peer}"])]
+                raise
+        for peer, name in zip(self.peers, names, strict=True):
+            answer = store.get(name).decode()
+            if answer.startswith("refused"):
+                raise CollectiveError(f"{self.named([peer])} refused its arguments: {answer[8:]}")
+            if answer != f"version {VERSION}":
+                raise CollectiveError(
+                    f"{self.named([peer])} speaks {answer}, {self.named([self.rank])} version "
+                    f"{VERSION} of the bytes between ranks; install the same narrowgauge everywhere"
+                )
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
@@ -73,6 +102,11 @@ class Transport:
     def peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all ranks send to the same one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """What messages call them: by their numbers in the group they came from."""
+        names = sorted(self._ranks[rank] for rank in ranks)
+        return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
 
     def reserve(self, count: int) -> int:
         """The first of ``count`` message numbers not used recently; equal on all ranks."""
@@ -113,6 +147,11 @@ class Transport:
         with self._explained("agreeing on scale exponents with", self.peers):
             self._messages.allreduce([values], dist.ReduceOp.MAX).wait()
 
+    def all_reduce_sum_in_order(self, values: torch.Tensor) -> None:
+        """Replace ``values`` (float32) by their sum over all ranks; for the pipeline's thread."""
+        with self._explained("summing float32 with", self.peers):
+            self._messages.allreduce([values]).wait()
+
     def all_reduce_sum(self, values: torch.Tensor) -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the calling thread."""
         with self._explained("measuring the round-off error with", self.peers):
@@ -124,15 +163,18 @@ class Transport:
         begin = time.monotonic()
         try:
             yield
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             seconds = self.timeout.total_seconds()
             in_time = time.monotonic() - begin < 0.9 * seconds
             reason = "the connection is gone" if in_time else f"no answer within {seconds:g} s"
-            names = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+            names = self.named(peers)
             detail = str(error).splitlines()[0]
             raise CollectiveError(
-                f"rank {self.rank} {doing} {names}: {reason}. Look at the output of {names} first: "
-                f"a rank failed there, or stopped because another did. ({detail})"
+                f"{self.named([self.rank])} {doing} {names}: {reason}. Look at the "
+                f"output of {names} first: a rank failed there, or stopped because another did. "
+                f"({detail})"
             ) from error
 
     def agree(self, subject: str, description: str) -> None:
@@ -150,9 +192,51 @@ class Transport:
         ]
         if different:
             raise CollectiveError(
-                f"{subject} of ranks {different} differ from those of rank 0; all ranks must use "
-                f"the same. Rank {self.rank} has {description[:500]}"
+                f"{subject} of {self.named(different)} differ from those of {self.named([0])}; all "
+                f"ranks must use the same. This is {self.named([self.rank])}, with "
+                f"{description[:500]}"
             )
+
+
+def members_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``, or the default one.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group "
+            "first, or start the program with torchrun"
+        )
+    members = group or dist.group.WORLD
+    assert members is not None
+    return members
+
+
+def timeout_of(members: dist.ProcessGroup) -> timedelta:
+    """How long the messages of a group may take, as it was created."""
+    try:
+        backend = members._get_backend(torch.device("cpu"))
+        timeout: timedelta = backend.options._timeout
+    except (RuntimeError, AttributeError):  # a group without a backend for the CPU
+        return default_pg_timeout
+    return timeout
+
+
+def _next_meeting(members: dist.ProcessGroup) -> Store:
+    """Where the members of a group meet; they do so in one order, so the count makes a name."""
+    number = _meetings.get(members.group_name, 0)
+    _meetings[members.group_name] = number + 1
+    store = dist.distributed_c10d._get_process_group_store(members)
+    return PrefixStore(f"narrowgauge/{number}", store)
+
+
+def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
+    """Tell ranks that come to the next meeting that this one will not, and why; do not wait."""
+    rank = dist.get_rank(group)
+    if rank >= 0:
+        _next_meeting(members_of(group)).set(f"rank{rank}", f"refused {error}")
 
 
 def fingerprint(description: str) -> torch.Tensor:

@@ -16,7 +16,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives.message import Scale
-from narrowgauge.collectives.reduce import MESSAGE_BYTES, Reducer, check_scale
+from narrowgauge.collectives.pipeline import MESSAGE_BYTES, Reducer
+from narrowgauge.collectives.reduce import check_scale
 from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.formats import Format, FormatLike
 from narrowgauge.gradients.policy import parameter_formats

@@ -1,0 +1,386 @@
+"""The pipeline of a compressed reduction: encode, exchange bytes, sum in float32, decode.
+
+Two ranks exchange their codes and both sum them (one-shot). More ranks each sum one piece for all,
+encode the result once and send it to everybody (two-shot). Either way every rank decodes the *same
+bytes* in the same order, so every rank ends with the same bits. Codes are summed in float32 in rank
+order: narrow numbers travel, wide ones are added.
+
+Three threads work as a pipeline: encode and send; receive, sum and send; receive and decode. Each
+takes chunks in the order in which the reductions were started, which is the same on every rank, so
+nothing can deadlock. The trade-off: three threads per process group, which release the GIL in every
+kernel and every wait, in exchange for codec time that hides behind the wire.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.collectives.layout import Kind, cut
+from narrowgauge.collectives.message import (
+    Arithmetic,
+    Op,
+    Scale,
+    agreed_exponents,
+    largest_exponents_of,
+    pack,
+    reduce_and_encode,
+    reduce_into,
+    unpack,
+)
+from narrowgauge.collectives.reduction import Messages, Plan, Reduction
+from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
+from narrowgauge.formats import Format
+
+MESSAGE_BYTES = 1 << 20
+"""Messages of about this size: small enough to overlap codec and wire, large enough that the cost
+per message does not count."""
+
+_SMALL = 1 << 14
+"""Elements up to which float32 is sent to everybody in one step, instead of by Gloo in two."""
+
+_REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
+_AS_SENT = Arithmetic(1, "local", "sum")  # what was gathered is neither summed nor divided
+
+Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+
+def work(inbox: Inbox) -> None:
+    """One stage's thread: it holds its reducer only while there is work, and ends with it."""
+    while (task := inbox.get()) is not None:
+        task()
+        del task
+
+
+def dismiss(inbox: Inbox, thread: threading.Thread) -> None:
+    """End a thread that does :func:`work`."""
+    inbox.put(None)
+    if thread is not threading.current_thread():
+        # At the interpreter's exit a thread that still runs could be ended inside C++ code. One
+        # that waits for a dead rank is left behind.
+        thread.join(timeout=1.0)
+
+
+class Reducer:
+    """Runs compressed all-reduces on one process group, in the order in which they are started.
+
+    Args:
+        group: the ranks that take part (``None``: all). All of them must create it at one point.
+        timeout: how long one message may take; ``None``: as long as in ``group``.
+        message_bytes: size of the messages that a reduction is cut into.
+        among: the ranks of ``group`` that take part, in order; ``None``: all of them. All ranks of
+            ``group`` create a reducer at one point, each among its own.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        message_bytes: int = MESSAGE_BYTES,
+        among: Sequence[int] | None = None,
+    ) -> None:
+        if message_bytes < 1:
+            raise ValueError(f"message_bytes is {message_bytes}; it must be at least 1")
+        self.transport = Transport(group, timeout, among)
+        self.message_bytes = message_bytes
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._failure: BaseException | None = None
+        self._refusals: list[dist.Work] = []
+        self._to_encode: Inbox = queue.SimpleQueue()
+        self._to_reduce: Inbox = queue.SimpleQueue()
+        self._to_decode: Inbox = queue.SimpleQueue()
+        if self.transport.world_size > 1:
+            for inbox in (self._to_encode, self._to_reduce, self._to_decode):
+                thread = threading.Thread(target=work, args=(inbox,), daemon=True)
+                thread.start()
+                weakref.finalize(self, dismiss, inbox, thread)
+
+    def start(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        formats: Sequence[Format],
+        *,
+        scale: Scale = "local",
+        op: Op = "mean",
+        kind: Kind | None = None,
+        on_success: Callable[[], None] | None = None,
+        name: str = "",
+        at_once: bool = False,
+    ) -> Reduction:
+        """Start reducing ``flat`` in place: all receives are posted before this returns.
+
+        Args:
+            flat: contiguous float32 CPU tensor of one dimension; not to be touched until the end.
+            sizes: elements of the tensors that lie in it one after the other.
+            formats: format of each.
+            scale: see :func:`~narrowgauge.all_reduce`.
+            op: ``"mean"`` or ``"sum"``.
+            kind: ``None``: an all-reduce. ``"float32"``: one that sends all of it as it is.
+                ``"reduce-scatter"``: only this rank's shard of ``flat`` (see
+                :func:`~narrowgauge.collectives.layout.shard_borders`) holds the result, in float32.
+                ``"all-gather"``: every rank sends its shard to all.
+            on_success: called by the pipeline when the result is in ``flat``, before waiters wake.
+            name: what is reduced, for messages.
+            at_once: make a small reduction in the calling thread, before this returns.
+
+        Raises:
+            CollectiveError: an earlier reduction failed, or the ranks pass different arguments.
+        """
+        if self._failure is not None:
+            raise CollectiveError(
+                "an earlier compressed all-reduce on this group failed; restart the ranks "
+                f"(torchrun does). First failure: {self._failure}"
+            ) from self._failure
+        transport = self.transport
+        plan = self._plan(tuple(sizes), tuple(formats), scale, op, kind)
+        layout = plan.layout
+        arithmetic = Arithmetic(transport.world_size, scale, op)
+        # What is agreed on by all must be so in the order of the starts: by the pipeline.
+        at_once = at_once and scale != "shared" and len(layout.chunks) <= 1
+        at_once = at_once and (layout.kind != "float32" or layout.numel <= _SMALL)
+        reduction = Reduction(flat, plan, arithmetic, on_success, name, at_once)
+        if transport.world_size == 1:
+            reduction.finish()
+            return reduction
+        with torch.inference_mode(False):  # these outlive the caller's mode
+            messages = (
+                plan.free.pop()
+                if plan.free
+                else Messages(layout, transport.rank, transport.world_size)
+            )
+        reduction.messages = messages
+        reduction.first_number = transport.reserve(2 * max(len(layout.chunks), 1) + 1)
+        greeting_tag = tag_of(reduction.first_number, 0)
+        for peer in transport.peers:
+            reduction.greetings[peer] = torch.empty_like(plan.fingerprint)
+            work = transport.receive(reduction.greetings[peer], peer, greeting_tag)
+            reduction.greeting_receives.append((peer, work))
+        for index, incoming in enumerate(messages.incoming):
+            reduction.first_receives.append(self._receive(incoming, reduction.tag(index)))
+        for index, reduced in enumerate(messages.reduced):
+            reduction.second_receives.append(self._receive(reduced, reduction.tag(index) + 1))
+        for peer in transport.peers:
+            self._send(reduction, plan.fingerprint, peer, greeting_tag)
+        self._next(self._to_encode, self._first_stage(layout.kind), reduction)
+        return reduction
+
+    def refuse(self) -> None:
+        """Make the ranks that start the next reduction raise, because this one will not."""
+        number = self.transport.reserve(3)
+        for peer in self.transport.peers:
+            self._refusals.append(self.transport.send(_REFUSAL, peer, tag_of(number, 0)))
+
+    def _plan(
+        self,
+        sizes: tuple[int, ...],
+        formats: tuple[Format, ...],
+        scale: Scale,
+        op: Op,
+        kind: Kind | None,
+    ) -> Plan:
+        key = (sizes, formats, scale, op, kind)
+        plan = self._plans.get(key)
+        if plan is None:
+            layout = cut(sizes, formats, self.transport.world_size, self.message_bytes, kind)
+            description = (
+                f"{scale=}, {op=}, {layout.kind}, messages of {self.message_bytes} bytes, tensors "
+                f"of {sizes} elements in {[format.name for format in formats]}"
+            )
+            with torch.inference_mode(False):
+                plan = Plan(layout, description, fingerprint(description))
+            self._plans[key] = plan
+        return plan
+
+    def _first_stage(self, kind: Kind) -> Callable[[Reduction], None]:
+        return {"float32": self._sum_float32, "all-gather": self._encode_own}.get(
+            kind, self._encode
+        )
+
+    def _receive(self, messages: list[torch.Tensor], tag: int) -> list[tuple[int, dist.Work]]:
+        transport = self.transport
+        return [
+            (peer, transport.receive(messages[peer], peer, tag))
+            for peer in transport.peers
+            if messages[peer].numel()
+        ]
+
+    def _send(self, reduction: Reduction, message: torch.Tensor, peer: int, tag: int) -> None:
+        if message.numel():
+            size = message.numel() * message.element_size()
+            reduction.sent(peer, self.transport.send(message, peer, tag), size)
+
+    # -- the three stages ------------------------------------------------------------------------
+
+    def _next(
+        self, inbox: Inbox, stage: Callable[..., None], reduction: Reduction, *chunk: int
+    ) -> None:
+        if reduction.at_once:
+            self._do(stage, reduction, *chunk)
+        else:
+            inbox.put(partial(self._do, stage, reduction, *chunk))
+
+    def _do(self, stage: Callable[..., None], reduction: Reduction, *chunk: int) -> None:
+        try:
+            if self._failure is not None:
+                raise CollectiveError(f"an earlier message failed: {self._failure}")
+            # As the caller, who may hand over inference tensors.
+            with torch.inference_mode(reduction.inference):
+                stage(reduction, *chunk)
+        except BaseException as error:
+            self._failure = self._failure or error
+            reduction.finish(error)
+
+    def _encode(self, reduction: Reduction) -> None:
+        transport, messages = self.transport, reduction.messages
+        assert messages is not None
+        layout, scale = reduction.plan.layout, reduction.arithmetic.scale
+        if not layout.numel:
+            self._compare_plans(reduction)
+            self._finish_chunk(reduction, len(layout.chunks) - 1)
+            return
+        agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
+        for index, pieces in enumerate(layout.chunks):
+            tag = reduction.tag(index)
+            if layout.kind == "one-shot":
+                message = messages.incoming[index][transport.rank]
+                with reduction.codec():
+                    pack(pieces[0], reduction.flat, message, scale, agreed)
+                for peer in transport.peers:
+                    self._send(reduction, message, peer, tag)
+            else:
+                for peer in [*transport.peers, transport.rank]:
+                    message = messages.outgoing[index][peer]
+                    with reduction.codec():
+                        pack(pieces[peer], reduction.flat, message, scale, agreed)
+                    if peer != transport.rank:
+                        self._send(reduction, message, peer, tag)
+            self._next(self._to_reduce, self._reduce, reduction, index)
+
+    def _encode_own(self, reduction: Reduction) -> None:
+        """The first stage of an all-gather: what is ours, to everybody."""
+        transport, messages = self.transport, reduction.messages
+        assert messages is not None
+        self._compare_plans(reduction)
+        for index, pieces in enumerate(reduction.plan.layout.chunks):
+            message = messages.reduced[index][transport.rank]
+            with reduction.codec():
+                pack(pieces[transport.rank], reduction.flat, message, "local", None)
+            for peer in transport.peers:
+                self._send(reduction, message, peer, reduction.tag(index) + 1)
+            self._next(self._to_decode, self._decode, reduction, index)
+
+    def _sum_float32(self, reduction: Reduction) -> None:
+        """The only stage of what travels as it is: small ones in one step, others by Gloo."""
+        transport, flat = self.transport, reduction.flat
+        if reduction.arithmetic.op == "mean":
+            flat.div_(transport.world_size)
+        if flat.numel() > _SMALL:
+            self._compare_plans(reduction)  # before a collective that not every rank may make
+            with reduction.wire():
+                transport.all_reduce_sum_in_order(flat)
+            share = 2 * (transport.world_size - 1) / transport.world_size
+            reduction.bytes_sent += round(share * flat.numel() * 4)
+        elif flat.numel():
+            tag = reduction.tag(0)
+            terms = {peer: torch.empty_like(flat) for peer in transport.peers}
+            receives = [(peer, transport.receive(terms[peer], peer, tag)) for peer in terms]
+            terms[transport.rank] = flat.clone()
+            for peer in transport.peers:
+                self._send(reduction, terms[transport.rank], peer, tag)
+            self._compare_plans(reduction)
+            self._wait(reduction, receives, "waiting for numbers of")
+            torch.add(terms[0], terms[1], out=flat)
+            for rank in range(2, transport.world_size):
+                flat.add_(terms[rank])
+        else:
+            self._compare_plans(reduction)
+        self._finish(reduction)
+
+    def _agree_on_exponents(self, reduction: Reduction) -> list[int]:
+        """APS as published: one exponent per tensor for all ranks, agreed on before sending."""
+        layout = reduction.plan.layout
+        self._compare_plans(reduction)  # before a collective that not every rank may make
+        with reduction.codec():
+            largest = largest_exponents_of(reduction.flat, layout.sizes, self.transport.world_size)
+        with reduction.wire():
+            self.transport.all_reduce_max(largest)
+        return agreed_exponents(largest, layout.formats)
+
+    def _reduce(self, reduction: Reduction, index: int) -> None:
+        transport, messages = self.transport, reduction.messages
+        assert messages is not None
+        layout = reduction.plan.layout
+        self._compare_plans(reduction)
+        self._wait(reduction, reduction.first_receives[index], "waiting for codes of")
+        incoming = messages.incoming[index]
+        if layout.kind != "two-shot":
+            piece = layout.chunks[index][0 if layout.kind == "one-shot" else transport.rank]
+            with reduction.codec():
+                reduce_into(piece, incoming, reduction.flat, reduction.arithmetic)
+            self._finish_chunk(reduction, index)
+            return
+        result = messages.reduced[index][transport.rank]
+        with reduction.codec():
+            piece = layout.chunks[index][transport.rank]
+            reduce_and_encode(piece, incoming, result, reduction.arithmetic)
+        for peer in transport.peers:
+            self._send(reduction, result, peer, reduction.tag(index) + 1)
+        self._next(self._to_decode, self._decode, reduction, index)
+
+    def _decode(self, reduction: Reduction, index: int) -> None:
+        messages = reduction.messages
+        assert messages is not None
+        layout, arithmetic = reduction.plan.layout, reduction.arithmetic
+        if layout.kind == "all-gather":
+            arithmetic = _AS_SENT
+        self._wait(reduction, reduction.second_receives[index], "waiting for sums of")
+        with reduction.codec():
+            for piece, message in zip(layout.chunks[index], messages.reduced[index], strict=True):
+                unpack(piece, message, reduction.flat, arithmetic)
+        self._finish_chunk(reduction, index)
+
+    def _compare_plans(self, reduction: Reduction) -> None:
+        """Raise unless all ranks reduce the same tensors in the same way; once per reduction."""
+        self._wait(reduction, reduction.greeting_receives, "waiting for codes of")
+        greetings, plan = reduction.greetings, reduction.plan
+        named, own = self.transport.named, self.transport.named([self.transport.rank])
+        refused = [peer for peer, theirs in greetings.items() if theirs.equal(_REFUSAL)]
+        if refused:
+            raise CollectiveError(
+                f"{named(refused)} refused the arguments of the compressed all-reduce that {own} "
+                f"makes; look at the output of {named(refused)}"
+            )
+        different = [
+            peer for peer, theirs in greetings.items() if not theirs.equal(plan.fingerprint)
+        ]
+        if different:
+            raise CollectiveError(
+                f"other tensors, formats, scale or op are passed to a compressed all-reduce by "
+                f"{named(different)} than by {own}; all ranks must pass the same. {own} passes "
+                f"{plan.description[:500]}"
+            )
+        greetings.clear()
+
+    def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
+        with reduction.wire():
+            self.transport.wait(works, f"in {reduction.name} {phase}" if reduction.name else phase)
+        works.clear()
+
+    def _finish_chunk(self, reduction: Reduction, index: int) -> None:
+        if index + 1 == len(reduction.plan.layout.chunks):
+            self._finish(reduction)
+
+    def _finish(self, reduction: Reduction) -> None:
+        self._wait(reduction, reduction.sends, "sending to")
+        assert reduction.messages is not None
+        reduction.plan.free.append(reduction.messages)
+        reduction.finish()
