@@ -222,7 +222,8 @@ def test_arguments_that_one_rank_refuses_are_an_error_on_all(later: bool, world_
     for other in others:
         assert isinstance(other, Raised)
         assert other.type_name == "CollectiveError"
-        assert "rank 0 refused" in other.message
+        # It may be gone before its refusal has arrived.
+        assert "rank 0 refused" in other.message or "output of rank 0 first" in other.message
         assert other.seconds < 10
 
 

@@ -65,8 +65,9 @@ class Transport:
         self._ranks = list(range(dist.get_world_size(group)) if among is None else among)
         self.rank = self._ranks.index(rank)
         self.world_size = len(self._ranks)
-        store = PrefixStore(f"from{self._ranks[0]}", _next_meeting(members))
-        self._meet(store)
+        meeting = _next_meeting(members)
+        self._meet(meeting, rank, dist.get_world_size(group))
+        store = PrefixStore(f"from{self._ranks[0]}", meeting)
         with self._explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
             # Agreements are made by the calling thread while another sends messages: on one group
@@ -74,25 +75,27 @@ class Transport:
             self._agreements = self._new_group(PrefixStore("agreements", store))
         self._next_number = 0
 
-    def _meet(self, store: Store) -> None:
-        """Tell the others that we come, and see that they do, and speak as we do."""
-        store.set(f"rank{self.rank}", f"version {VERSION}")
-        names = [f"rank{peer}" for peer in self.peers]
-        missing: list[int] = []
-        with self._explained("connecting to", missing):
-            try:
-                store.wait(names, self.timeout)
-            except RuntimeError:
-                missing += [peer for peer in self.peers if not store.check([f"rank{peer}"])]
-                raise
-        for peer, name in zip(self.peers, names, strict=True):
-            answer = store.get(name).decode()
+    def _meet(self, store: Store, own: int, count: int) -> None:
+        """Tell all ranks of the group that we come, and see that they do, and speak as we do."""
+        store.set(f"rank{own}", f"version {VERSION}")
+        others = [rank for rank in range(count) if rank != own]
+        try:
+            store.wait([f"rank{rank}" for rank in others], self.timeout)
+        except RuntimeError as error:
+            missing = [rank for rank in others if not store.check([f"rank{rank}"])]
+            raise CollectiveError(
+                f"rank {own} connecting to {_named(missing)}: no answer within "
+                f"{self.timeout.total_seconds():g} s. Look at the output of {_named(missing)} "
+                f"first. ({error})"
+            ) from error
+        for rank in others:
+            answer = store.get(f"rank{rank}").decode()
             if answer.startswith("refused"):
-                raise CollectiveError(f"{self.named([peer])} refused its arguments: {answer[8:]}")
+                raise CollectiveError(f"rank {rank} refused its arguments: {answer[8:]}")
             if answer != f"version {VERSION}":
                 raise CollectiveError(
-                    f"{self.named([peer])} speaks {answer}, {self.named([self.rank])} version "
-                    f"{VERSION} of the bytes between ranks; install the same narrowgauge everywhere"
+                    f"rank {rank} speaks {answer}, rank {own} version {VERSION} of the bytes "
+                    "between ranks; install the same narrowgauge everywhere"
                 )
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
@@ -105,8 +108,7 @@ class Transport:
 
     def named(self, ranks: Sequence[int]) -> str:
         """What messages call them: by their numbers in the group they came from."""
-        names = sorted(self._ranks[rank] for rank in ranks)
-        return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+        return _named(sorted(self._ranks[rank] for rank in ranks))
 
     def reserve(self, count: int) -> int:
         """The first of ``count`` message numbers not used recently; equal on all ranks."""
@@ -163,8 +165,6 @@ class Transport:
         begin = time.monotonic()
         try:
             yield
-        except CollectiveError:
-            raise
         except RuntimeError as error:
             seconds = self.timeout.total_seconds()
             in_time = time.monotonic() - begin < 0.9 * seconds
@@ -196,6 +196,10 @@ class Transport:
                 f"ranks must use the same. This is {self.named([self.rank])}, with "
                 f"{description[:500]}"
             )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def members_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
