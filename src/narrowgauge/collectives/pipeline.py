@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives.layout import Kind, cut
+from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.message import (
     Arithmetic,
     Op,
@@ -39,10 +39,6 @@ from narrowgauge.collectives.message import (
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
 from narrowgauge.formats import Format
-
-MESSAGE_BYTES = 1 << 20
-"""Messages of about this size: small enough to overlap codec and wire, large enough that the cost
-per message does not count."""
 
 _SMALL = 1 << 14
 """Elements up to which float32 is sent to everybody in one step, instead of by Gloo in two."""

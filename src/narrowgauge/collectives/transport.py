@@ -159,6 +159,16 @@ class Transport:
         with self._explained("measuring the round-off error with", self.peers):
             self._agreements.allreduce([values]).wait()
 
+    def all_reduce_max_float64(self, values: torch.Tensor) -> None:
+        """Replace ``values`` (float64) by their maximum over all ranks; for the calling thread."""
+        with self._explained("agreeing on measured times with", self.peers):
+            self._agreements.allreduce([values], dist.ReduceOp.MAX).wait()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here; for the calling thread."""
+        with self._explained("waiting at a barrier for", self.peers):
+            self._agreements.barrier().wait()
+
     @contextmanager
     def _explained(self, doing: str, peers: list[int]) -> Iterator[None]:
         """Turn an error of torch inside into one that says who was waited for and why it failed."""

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from narrowgauge.collectives.layout import shard_borders
+from narrowgauge.collectives.layout import MESSAGE_BYTES, shard_borders
 from narrowgauge.collectives.message import Op, Scale
-from narrowgauge.collectives.pipeline import MESSAGE_BYTES, Inbox, Reducer, dismiss, work
+from narrowgauge.collectives.pipeline import Inbox, Reducer, dismiss, work
 from narrowgauge.collectives.reduction import Pending, Reduction
 from narrowgauge.collectives.transport import members_of
 from narrowgauge.formats import Format

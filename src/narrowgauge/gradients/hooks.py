@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.collectives.layout import MESSAGE_BYTES
 from narrowgauge.collectives.message import Scale
-from narrowgauge.collectives.pipeline import MESSAGE_BYTES, Reducer
+from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduce import check_scale
 from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.formats import Format, FormatLike
