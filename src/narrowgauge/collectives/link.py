@@ -31,7 +31,7 @@ _Message: TypeAlias = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 _SMALL_BYTES = 256
 _FIRST_BYTES = 1 << 17  # what is sent first to find out how much fits into the time
 _LARGEST_BYTES = 1 << 22
-_ENOUGH_SECONDS = 0.025  # a bulk transfer of this length is long against latency and jitter
+_ENOUGH_SECONDS = 0.04  # a transfer of this length is long against latency and jitter
 _SMALL_REPEATS = 11
 _LARGE_REPEATS = 3
 
@@ -81,9 +81,9 @@ class Link:
 def measure_link(transport: Transport) -> Link:
     """Measure the link; all ranks of ``transport`` call it at one point, with nothing under way.
 
-    It sends some 30 MB per rank on a fast link and about 3 MB on one of 100 Mbit/s. Between two
-    ranks it takes about 0.4 s at 1 Gbit/s and half as long on the loopback; ranks that share
-    processors take longer, with four on two cores about 1 s. Each number is a median, of the
+    It sends up to 100 MB per rank on a fast link and about 8 MB on one of 100 Mbit/s. Between two
+    ranks it takes about half a second to one second; ranks that share
+    processors take longer, four on two cores up to 1.5 s. Each number is a median, of the
     slowest rank in each repetition.
 
     Raises:
@@ -95,12 +95,11 @@ def measure_link(transport: Transport) -> Link:
         raise ValueError("the group has one rank, which sends nothing; there is no link to measure")
     steps, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
     slowest = partial(_slowest, transport)
-    exchange = partial(_exchange, transport)
     encode_decode, another = _codec(), _codec()
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(time.sleep, [1e-3] * 3))  # starts all three
         latency = slowest(lambda: _small_exchange(transport, threads), _SMALL_REPEATS)
-        size, wire = _large(transport, exchange, latency)
+        bandwidth, size, wire = _bandwidth(transport, partial(_exchange, transport))
         codec = slowest(encode_decode, _SMALL_REPEATS)
         two_codecs = slowest(lambda: _at_once(threads, encode_decode, another), _SMALL_REPEATS)
         passes = max(1, round(wire / codec))
@@ -109,19 +108,17 @@ def measure_link(transport: Transport) -> Link:
             for _ in range(passes):
                 encode_decode()
 
-        exchange_large = partial(exchange, size)
-        both = slowest(
-            lambda: _at_once(threads, exchange_large, encode_decode_long), _LARGE_REPEATS
-        )
+        exchange = _exchange(transport, size)
+        both = slowest(lambda: _at_once(threads, exchange, encode_decode_long), _LARGE_REPEATS)
     all_reduce = partial(_float32_all_reduce, transport)
-    small = slowest(partial(all_reduce, _SMALL_BYTES), _SMALL_REPEATS)
-    float32_size, float32 = _large(transport, all_reduce, small)
+    small = slowest(all_reduce(_SMALL_BYTES), _SMALL_REPEATS)
+    float32_bandwidth, _, _ = _bandwidth(transport, all_reduce)
     return Link(
         latency=latency,
-        bytes_per_second=size / max(wire - latency, 0.1 * wire),
+        bytes_per_second=bandwidth,
         codec_bytes_per_second=4 * MESSAGE_BYTES / codec,
         float32_latency=small / steps,
-        float32_bytes_per_second=share * float32_size / max(float32 - small, 0.1 * float32),
+        float32_bytes_per_second=share * float32_bandwidth,
         wire_overlap=_hidden_share(wire, passes * codec, both),
         codec_overlap=_hidden_share(codec, codec, two_codecs),
     )
@@ -214,29 +211,41 @@ def _slowest(transport: Transport, action: Callable[[], object], repeats: int) -
     return float(statistics.median(seconds.tolist()))
 
 
-def _large(
-    transport: Transport, action: Callable[[int], None], small_seconds: float
-) -> tuple[int, float]:
-    """A number of bytes that takes long enough to be measured, no longer than needed; its time."""
+def _bandwidth(
+    transport: Transport, prepare: Callable[[int], Callable[[], None]]
+) -> tuple[float, int, float]:
+    """Bytes per second of what is prepared for a size; a large size, and the seconds it takes.
+
+    The slope between two sizes: what every size pays (latency) or is spared (the first bytes, which
+    wait in buffers behind a slow link) cancels out.
+    """
     size = _FIRST_BYTES
-    seconds = _slowest(transport, partial(action, size), 1)
-    while seconds < _ENOUGH_SECONDS / 2 and size < _LARGEST_BYTES:
-        growth = _ENOUGH_SECONDS / max(seconds - small_seconds, 1e-3 * seconds)
-        size = min(_LARGEST_BYTES, size * 2 ** max(1, math.floor(math.log2(growth))))
-        seconds = _slowest(transport, partial(action, size), 1)
-    return size, _slowest(transport, partial(action, size), _LARGE_REPEATS)
+    seconds = _slowest(transport, prepare(size), 2)
+    while seconds < _ENOUGH_SECONDS and size < _LARGEST_BYTES:
+        growth = max(1, round(math.log2(_ENOUGH_SECONDS / seconds)))
+        size = min(_LARGEST_BYTES, size << growth)
+        seconds = _slowest(transport, prepare(size), 1)
+    repeats = min(9, max(_LARGE_REPEATS, round(0.1 / seconds)))  # short ones jitter more
+    large = _slowest(transport, prepare(size), repeats)
+    small = _slowest(transport, prepare(size // 4), repeats)
+    return 0.75 * size / max(large - small, 0.5 * large), size, large
 
 
-def _float32_all_reduce(transport: Transport, size: int) -> None:
-    transport.all_reduce_sum(torch.zeros(size // 4, dtype=torch.float32, device="cpu"))
+def _float32_all_reduce(transport: Transport, size: int) -> Callable[[], None]:
+    numbers = torch.zeros(size // 4, dtype=torch.float32, device="cpu").add_(0)
+    return lambda: transport.all_reduce_sum(numbers)
 
 
-def _exchange(transport: Transport, size: int) -> None:
+def _exchange(transport: Transport, size: int) -> Callable[[], None]:
     """Every rank sends ``size`` bytes, spread over its peers in messages, and waits for as much."""
     incoming, outgoing = _messages(transport, size)
-    works = _start(transport.receive, incoming)  # first, so that no message waits for one
-    works += _start(transport.send, outgoing)
-    transport.wait(works, "measuring the link with")
+
+    def run() -> None:
+        works = _start(transport.receive, incoming)  # first, so that no message waits for one
+        works += _start(transport.send, outgoing)
+        transport.wait(works, "measuring the link with")
+
+    return run
 
 
 def _small_exchange(transport: Transport, threads: ThreadPoolExecutor) -> None:
@@ -252,13 +261,16 @@ def _small_exchange(transport: Transport, threads: ThreadPoolExecutor) -> None:
 
 
 def _messages(transport: Transport, size: int) -> tuple[list[_Message], list[_Message]]:
-    """What comes in and what goes out when every rank sends ``size`` bytes."""
+    """What comes in and what goes out when every rank sends ``size`` bytes.
+
+    Ones, not zeros: pages of memory that were never written would be made while time is taken.
+    """
     share = size // len(transport.peers)
     sizes = [min(MESSAGE_BYTES, share - begin) for begin in range(0, share, MESSAGE_BYTES)]
     first = transport.reserve(len(sizes))
     incoming, outgoing = (
         [
-            (peer, torch.zeros(part, dtype=torch.uint8, device="cpu"), tag_of(first + number, 0))
+            (peer, torch.ones(part, dtype=torch.uint8, device="cpu"), tag_of(first + number, 0))
             for number, part in enumerate(sizes)
             for peer in transport.peers
         ]
