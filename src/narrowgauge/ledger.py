@@ -27,6 +27,7 @@ class Entry:
         codec_seconds: time in encode, reduce and decode kernels, summed over the stage threads.
         wire_seconds: time the stage threads waited for messages. Both overlap with computation.
         round_off_error: the paper's metric for this step, or ``None`` where it was not measured.
+        levels: per level of a two-level reduction, its steps and bytes; ``None`` without levels.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Entry:
     codec_seconds: float
     wire_seconds: float
     round_off_error: float | None = None
+    levels: dict[str, dict[str, int]] | None = None
 
 
 class Ledger:
@@ -51,11 +53,14 @@ class Ledger:
         codec_seconds: float,
         wire_seconds: float,
         round_off_error: float | None = None,
+        levels: dict[str, dict[str, int]] | None = None,
     ) -> Entry:
         """Append the next step of ``movement`` and return it."""
         last = next((e for e in reversed(self.entries) if e.movement == movement), None)
         step = 0 if last is None else last.step + 1
-        entry = Entry(step, movement, bytes_sent, codec_seconds, wire_seconds, round_off_error)
+        entry = Entry(
+            step, movement, bytes_sent, codec_seconds, wire_seconds, round_off_error, levels
+        )
         self.entries.append(entry)
         return entry
 

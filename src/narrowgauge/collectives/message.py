@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 
 from narrowgauge import kernels
-from narrowgauge.collectives.layout import Piece, Segment
+from narrowgauge.collectives.layout import Piece, Segment, cut
 from narrowgauge.formats import BlockFormat, Format
 from narrowgauge.kernels.blocks import decode_blocks_into, encode_blocks_into
 from narrowgauge.scaling import (
@@ -185,6 +185,59 @@ def unpack(piece: Piece, message: torch.Tensor, flat: torch.Tensor, arithmetic: 
         kernels.decode_into(
             codes, segment.format, exponent, out, factor=last_factor, threads=_THREADS
         )
+
+
+AS_SENT = Arithmetic(1, "local", "sum")
+"""Of a message that is read as it was written: neither summed nor divided."""
+
+
+def as_sent(values: torch.Tensor, format: Format, scaled: bool) -> torch.Tensor:
+    """What others read of ``values`` (float32, flat), sent as one message: encoded and decoded."""
+    piece = cut([values.numel()], [format], 2, 2**62).chunks[0][0]
+    message = torch.zeros(piece.size, dtype=torch.uint8, device="cpu")
+    pack(piece, values, message, "local" if scaled else None, None)
+    read = torch.zeros_like(values)
+    unpack(piece, message, read, AS_SENT)
+    return read
+
+
+def withhold(
+    piece: Piece, message: torch.Tensor, flat: torch.Tensor, residual: torch.Tensor
+) -> None:
+    """Put what the ``message`` of ``piece`` lacks of the numbers in ``flat`` into ``residual``.
+
+    Numbers that are not finite are sent as such; they leave nothing behind.
+    """
+    unpack(piece, message, residual, AS_SENT)
+    if piece.segments:
+        part = slice(piece.segments[0].begin, piece.segments[-1].end)
+        torch.sub(flat[part], residual[part], out=residual[part])
+        residual[part].nan_to_num_(0.0, 0.0, 0.0)
+
+
+def withhold_sums(
+    piece: Piece,
+    messages: list[torch.Tensor],
+    result: torch.Tensor,
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    arithmetic: Arithmetic,
+) -> None:
+    """Add what the message ``result`` lacks of the reduced ``messages`` to ``residual`` (two-shot).
+
+    The owner of a piece sends its rounding error with its own next numbers, times the ranks over
+    which a mean will divide it. ``flat`` gets the reduced numbers of the piece.
+    """
+    if not piece.segments:
+        return
+    begin, end = piece.segments[0].begin, piece.segments[-1].end
+    reduce_into(piece, messages, flat, arithmetic)
+    read = torch.zeros(end - begin, dtype=torch.float32, device="cpu")
+    segments = (replace(s, begin=s.begin - begin, end=s.end - begin) for s in piece.segments)
+    unpack(Piece(tuple(segments), piece.size), result, read, arithmetic)
+    lost = torch.sub(flat[begin:end], read, out=read)
+    times = arithmetic.world_size if arithmetic.op == "mean" else 1
+    residual[begin:end].add_(lost.nan_to_num_(0.0, 0.0, 0.0), alpha=times)
 
 
 def _reduce_blocks(

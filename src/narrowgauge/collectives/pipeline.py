@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.message import (
+    AS_SENT,
     Arithmetic,
     Op,
     Scale,
@@ -35,6 +36,8 @@ from narrowgauge.collectives.message import (
     reduce_and_encode,
     reduce_into,
     unpack,
+    withhold,
+    withhold_sums,
 )
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
@@ -44,7 +47,6 @@ _SMALL = 1 << 14
 """Elements up to which float32 is sent to everybody in one step, instead of by Gloo in two."""
 
 _REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
-_AS_SENT = Arithmetic(1, "local", "sum")  # what was gathered is neither summed nor divided
 
 Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
@@ -109,6 +111,7 @@ class Reducer:
         op: Op = "mean",
         kind: Kind | None = None,
         on_success: Callable[[], None] | None = None,
+        residual: torch.Tensor | None = None,
         name: str = "",
         at_once: bool = False,
     ) -> Reduction:
@@ -125,6 +128,8 @@ class Reducer:
                 :func:`~narrowgauge.collectives.layout.shard_borders`) holds the result, in float32.
                 ``"all-gather"``: every rank sends its shard to all.
             on_success: called by the pipeline when the result is in ``flat``, before waiters wake.
+            residual: float32, like ``flat``: is added to ``flat`` first, and gets what rounding
+                then withholds from the other ranks, to be passed again (error feedback).
             name: what is reduced, for messages.
             at_once: make a small reduction in the calling thread, before this returns.
 
@@ -144,6 +149,7 @@ class Reducer:
         at_once = at_once and scale != "shared" and len(layout.chunks) <= 1
         at_once = at_once and (layout.kind != "float32" or layout.numel <= _SMALL)
         reduction = Reduction(flat, plan, arithmetic, on_success, name, at_once)
+        reduction.residual = residual
         if transport.world_size == 1:
             reduction.finish()
             return reduction
@@ -243,6 +249,10 @@ class Reducer:
             self._compare_plans(reduction)
             self._finish_chunk(reduction, len(layout.chunks) - 1)
             return
+        residual = reduction.residual
+        if residual is not None:
+            with reduction.codec():
+                reduction.flat.add_(residual)
         agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
         for index, pieces in enumerate(layout.chunks):
             tag = reduction.tag(index)
@@ -250,6 +260,8 @@ class Reducer:
                 message = messages.incoming[index][transport.rank]
                 with reduction.codec():
                     pack(pieces[0], reduction.flat, message, scale, agreed)
+                    if residual is not None:
+                        withhold(pieces[0], message, reduction.flat, residual)
                 for peer in transport.peers:
                     self._send(reduction, message, peer, tag)
             else:
@@ -257,6 +269,8 @@ class Reducer:
                     message = messages.outgoing[index][peer]
                     with reduction.codec():
                         pack(pieces[peer], reduction.flat, message, scale, agreed)
+                        if residual is not None:
+                            withhold(pieces[peer], message, reduction.flat, residual)
                     if peer != transport.rank:
                         self._send(reduction, message, peer, tag)
             self._next(self._to_reduce, self._reduce, reduction, index)
@@ -277,6 +291,9 @@ class Reducer:
     def _sum_float32(self, reduction: Reduction) -> None:
         """The only stage of what travels as it is: small ones in one step, others by Gloo."""
         transport, flat = self.transport, reduction.flat
+        if reduction.residual is not None:
+            flat.add_(reduction.residual)
+            reduction.residual.zero_()
         if reduction.arithmetic.op == "mean":
             flat.div_(transport.world_size)
         if flat.numel() > _SMALL:
@@ -327,7 +344,10 @@ class Reducer:
         result = messages.reduced[index][transport.rank]
         with reduction.codec():
             piece = layout.chunks[index][transport.rank]
-            reduce_and_encode(piece, incoming, result, reduction.arithmetic)
+            arithmetic, residual = reduction.arithmetic, reduction.residual
+            reduce_and_encode(piece, incoming, result, arithmetic)
+            if residual is not None:
+                withhold_sums(piece, incoming, result, reduction.flat, residual, arithmetic)
         for peer in transport.peers:
             self._send(reduction, result, peer, reduction.tag(index) + 1)
         self._next(self._to_decode, self._decode, reduction, index)
@@ -337,7 +357,7 @@ class Reducer:
         assert messages is not None
         layout, arithmetic = reduction.plan.layout, reduction.arithmetic
         if layout.kind == "all-gather":
-            arithmetic = _AS_SENT
+            arithmetic = AS_SENT
         self._wait(reduction, reduction.second_receives[index], "waiting for sums of")
         with reduction.codec():
             for piece, message in zip(layout.chunks[index], messages.reduced[index], strict=True):

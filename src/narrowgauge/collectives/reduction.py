@@ -67,6 +67,7 @@ class Reduction(Pending):
     """One reduction under way on one group of ranks.
 
     Attributes:
+        residual: what rounding withheld so far, or ``None`` without error feedback.
         name: what it reduces, for messages.
         at_once: whether the calling thread does all the stages, because it would wait anyway.
         bytes_sent: payload this rank hands to the transport, headers included.
@@ -87,6 +88,7 @@ class Reduction(Pending):
         self.flat = flat
         self.plan = plan
         self.arithmetic = arithmetic
+        self.residual: torch.Tensor | None = None
         self.name = name
         self.at_once = at_once
         self.bytes_sent = 0

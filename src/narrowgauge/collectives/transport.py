@@ -187,6 +187,13 @@ class Transport:
                 f"({detail})"
             ) from error
 
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The ``values`` (of one shape) of every rank, in rank order; for the calling thread."""
+        everybodys = [torch.empty_like(values) for _ in range(self.world_size)]
+        with self._explained("comparing with", self.peers):
+            self._agreements.allgather([everybodys], [values]).wait()
+        return everybodys
+
     def agree(self, subject: str, description: str) -> None:
         """Check that all ranks pass the same ``description``; to be called by all at one point.
 

@@ -28,7 +28,7 @@ from narrowgauge.collectives.layout import MESSAGE_BYTES, shard_borders
 from narrowgauge.collectives.message import Op, Scale
 from narrowgauge.collectives.pipeline import Inbox, Reducer, dismiss, work
 from narrowgauge.collectives.reduction import Pending, Reduction
-from narrowgauge.collectives.transport import members_of
+from narrowgauge.collectives.transport import Transport, members_of
 from narrowgauge.formats import Format
 
 Inside: TypeAlias = int | Literal["host"] | DeviceMesh
@@ -148,6 +148,7 @@ class TwoLevelReducer:
         rank = dist.get_rank(group)
         inner = next(ranks for ranks in groups if rank in ranks)
         outer = [ranks[inner.index(rank)] for ranks in groups]
+        self.transport = Transport(group, timeout)  # of all ranks, for what is not reduced
         self._inside_format = inside_format
         # Each is started by one thread, so that all ranks start its reductions in one order.
         self._scatter = Reducer(group, timeout, message_bytes, inner)

@@ -130,6 +130,7 @@ def train(
             scale=settings.scale if variant.scaled else None,
             measure_error_every=settings.error_every,
             timeout=_TIMEOUT,
+            adapt=False,  # to see what formats do; on the loopback, float32 might be faster
         )
     elif variant.format == "bf16":
         hook = Bf16Hook(costs)

@@ -7,21 +7,40 @@ DDP's built-in all-reduce: fewer bytes for some codec time and a rounding error 
 
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 
+import ctypes
+import warnings
+import zlib
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES
+from narrowgauge.collectives.link import Link, all_reduce_seconds, float32_seconds, measure_link
 from narrowgauge.collectives.message import Scale
 from narrowgauge.collectives.pipeline import Reducer
-from narrowgauge.collectives.reduce import check_scale
+from narrowgauge.collectives.reduce import check_inside_format, check_scale
 from narrowgauge.collectives.reduction import Reduction
+from narrowgauge.collectives.transport import CollectiveError, Transport, refuse
+from narrowgauge.collectives.two_level import (
+    Inside,
+    TwoLevelReducer,
+    TwoLevelReduction,
+    inside_groups,
+)
 from narrowgauge.formats import Format, FormatLike
-from narrowgauge.gradients.policy import parameter_formats
+from narrowgauge.gradients.feedback import Residuals
+from narrowgauge.gradients.policy import (
+    FixedPolicy,
+    FormatRule,
+    Hybrid,
+    HybridPolicy,
+    Schedule,
+    policy_of,
+)
 from narrowgauge.ledger import Ledger, round_off_sums
 
 
@@ -30,42 +49,54 @@ class GradientCompression:
 
     Attributes:
         ledger: one entry per step (per backward pass that synchronises), movement ``"gradients"``.
-        formats: the format of each parameter's gradient, by name.
+        link: what messages cost between the ranks, if it was measured or given.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        formats: dict[str, Format],
+        policy: FixedPolicy,
+        reducer: Reducer | TwoLevelReducer,
+        *,
         scale: Scale,
+        residuals: Residuals | None,
+        link: Link | None,
         ledger: Ledger,
         measure_error_every: int,
-        timeout: timedelta,
-        message_bytes: int,
+        check_every: int,
     ) -> None:
         self.ledger = ledger
-        self.formats = formats
-        self._format_of_parameter = {
-            id(parameter): formats[name] for name, parameter in model.module.named_parameters()
-        }
+        self.link = link
+        self._policy = policy
+        self._parameters = dict(model.module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._scale = scale
+        self._residuals = residuals
         self._measure_error_every = measure_error_every
-        self._reducer = Reducer(model.process_group, timeout, message_bytes)
-        self._reducer.transport.agree(
-            "formats, scale and settings of gradient compression",
-            f"{ {name: f.name for name, f in formats.items()} }, {scale=}, "
-            f"{measure_error_every=}, {message_bytes=}",
-        )
+        self._check_every = check_every
+        self._reducer = reducer
+        self._pays: dict[tuple[object, ...], bool] = {}
         self._steps = 0
+        self._epoch = 0
+        self._averaged_at: int | None = None  # the step whose residuals are equal on all ranks
         self._backward = -1  # autograd's number of the backward pass under way
-        self._under_way: list[tuple[Reduction, torch.Tensor | None]] = []
+        self._under_way: list[tuple[Reduction | TwoLevelReduction, torch.Tensor | None]] = []
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """The format of each parameter's gradient now, by name."""
+        return dict(self._policy.formats)
 
     def hook(
         self,
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start reducing one bucket; DDP calls this during the backward pass."""
+        """Start reducing one bucket; DDP calls this during the backward pass.
+
+        A hook of your own may call it: ``compress(..., register=False)``, then
+        ``model.register_comm_hook(state, your_hook)``.
+        """
         backward = torch._C._current_graph_task_id()
         if backward not in (self._backward, -1):
             # Runs when this backward pass is over. An error set on the future would reach the user
@@ -73,23 +104,75 @@ class GradientCompression:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)
             self._backward = backward
             self._under_way = []
+        if not self._under_way:
+            self._policy.begin_step(self._steps, self._epoch)
         buffer = bucket.buffer()
         parameters = bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
         exact = self._exact_mean(buffer) if self._measures_error else None
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-        reduction = self._reducer.start(
+        sizes = [parameter.numel() for parameter in parameters]
+        if isinstance(self._policy, HybridPolicy) and self._policy.measures(self._steps):
+            gradients = dict(zip(names, flat.split(sizes), strict=True))
+            scaled = self._scale is not None
+            self._policy.decide(gradients, scaled, self._reducer.transport.all_reduce_sum)
+        reduction = self._start(
+            f"bucket {bucket.index()}",
             flat,
-            [parameter.numel() for parameter in parameters],
-            [self._format_of_parameter[id(parameter)] for parameter in parameters],
-            scale=self._scale,
-            on_success=None if flat is buffer else lambda: buffer.copy_(flat),
+            sizes,
+            names,
+            None if flat is buffer else lambda: buffer.copy_(flat),
         )
         self._under_way.append((reduction, exact))
-        if backward == -1:  # DDP reduces outside of a backward pass, so nobody would wait
+        if backward == -1 and bucket.is_last():  # as join() does: nobody else would wait
             self._finish_step()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         reduction.add_done_callback(lambda: future.set_result(buffer))
         return future
+
+    def _start(
+        self,
+        name: str,
+        flat: torch.Tensor,
+        sizes: list[int],
+        names: tuple[str, ...],
+        on_success: Any,
+    ) -> Reduction | TwoLevelReduction:
+        formats = [self._policy.formats[name] for name in names]
+        if isinstance(self._reducer, TwoLevelReducer):
+            return self._reducer.start(
+                flat, sizes, formats, scale=self._scale, name=name, on_success=on_success
+            )
+        return self._reducer.start(
+            flat,
+            sizes,
+            formats,
+            scale=self._scale,
+            kind=None if self._narrow_pays(sizes, formats) else "float32",
+            residual=None if self._residuals is None else self._residuals.of(names),
+            name=name,
+            on_success=on_success,
+        )
+
+    def _narrow_pays(self, sizes: list[int], formats: list[Format]) -> bool:
+        """Whether a bucket arrives sooner in these formats than in float32."""
+        key = (*sizes, *formats)
+        if key not in self._pays:
+            self._pays[key] = any(format.name != "fp32" for format in formats)
+            if self._pays[key] and self.link is not None:
+                numel, ranks = sum(sizes), self._reducer.transport.world_size
+                bits = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / numel
+                narrow = all_reduce_seconds(self.link, numel, bits, ranks)
+                wide = float32_seconds(self.link, numel, ranks)
+                self._pays[key] = narrow <= wide
+                if narrow > wide and self._reducer.transport.rank == 0:
+                    warnings.warn(
+                        f"a bucket of {numel:,} gradients is sent in float32: it takes "
+                        f"{wide * 1e3:.3g} ms on this link, and {narrow * 1e3:.3g} ms in the "
+                        "formats asked for; compress(..., adapt=False) sends these",
+                        stacklevel=2,
+                    )
+        return self._pays[key]
 
     @property
     def _measures_error(self) -> bool:
@@ -116,19 +199,124 @@ class GradientCompression:
             codec_seconds=sum(reduction.codec_seconds for reduction, _ in under_way),
             wire_seconds=sum(reduction.wire_seconds for reduction, _ in under_way),
             round_off_error=sum(total for total, _ in measured) / count if count else None,
+            levels=_levels([reduction for reduction, _ in under_way]),
         )
+        if self._check_every and self._steps % self._check_every == 0:
+            check_same_parameters(self._reducer.transport, self._parameters)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank."""
+        self._epoch = epoch
+
+    def consolidate_state_dict(self) -> None:
+        """Make this rank's state that of all ranks; every rank calls it before ``state_dict``.
+
+        It replaces the residuals of error feedback by their mean over the ranks. What the mean
+        gradient will get stays equal, so the training goes on as if resumed from the checkpoint, on
+        any number of ranks.
+
+        Raises:
+            CollectiveError: a rank died or did not answer.
+        """
+        if self._residuals is not None:
+            transport = self._reducer.transport
+            self._residuals.average(transport.world_size, transport.all_reduce_sum)
+        self._averaged_at = self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, the epoch, chosen formats and residuals: equal on all ranks.
+
+        Raises:
+            RuntimeError: residuals are not consolidated since the last step.
+        """
+        if self._residuals is not None and self._averaged_at != self._steps:
+            raise RuntimeError(
+                "each rank has residuals of its own; call consolidate_state_dict() on every rank "
+                "before state_dict()"
+            )
+        return {
+            "step": self._steps,
+            "epoch": self._epoch,
+            "formats": self._policy.state_dict(),
+            "residuals": None if self._residuals is None else self._residuals.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave; every rank loads the same, on any number of ranks.
+
+        Raises:
+            ValueError: residuals of other parameters, or residuals for a compression without.
+        """
+        residuals = state["residuals"]
+        if (residuals is None) != (self._residuals is None):
+            raise ValueError(
+                f"the state has {'no' if residuals is None else ''} residuals, but this "
+                f"compression has error_feedback={self._residuals is not None}; attach it as it "
+                "was when the state was saved"
+            )
+        if self._residuals is not None:
+            self._residuals.load_state_dict(residuals)
+        self._policy.load_state_dict(state["formats"])
+        self._steps = self._averaged_at = state["step"]
+        self._epoch = state["epoch"]
+
+
+def _levels(
+    reductions: list[Reduction | TwoLevelReduction],
+) -> dict[str, dict[str, int]] | None:
+    """Per level, the steps and bytes of all reductions together; ``None`` without levels."""
+    totals: dict[str, dict[str, int]] = {}
+    for reduction in reductions:
+        if isinstance(reduction, TwoLevelReduction):
+            for level, counted in reduction.levels.items():
+                total = totals.setdefault(level, dict.fromkeys(counted, 0))
+                for name, number in counted.items():
+                    total[name] += number
+    return totals or None
+
+
+def check_same_parameters(transport: Transport, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise on every rank unless all have the same bits in all parameters.
+
+    Raises:
+        CollectiveError: naming the first parameter that differs, and the ranks.
+    """
+    digests = torch.tensor([_digest(p) for p in parameters.values()], device="cpu")
+    everybodys = transport.all_gather(digests)
+    for number, name in enumerate(parameters):
+        own = [int(theirs[number]) for theirs in everybodys]
+        different = [rank for rank, digest in enumerate(own) if digest != own[0]]
+        if different:
+            raise CollectiveError(
+                f"parameter {name!r} has other bits on {transport.named(different)} than on "
+                f"{transport.named([0])}; something but averaged gradients changed it: look at the "
+                "optimizer's settings, and at code that only some ranks run"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    values = tensor.detach().contiguous()
+    size = values.numel() * values.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(values.data_ptr())) if size else 0
 
 
 def compress(
     model: DistributedDataParallel,
-    format: FormatLike = "e5m2",
+    format: FormatRule | Schedule | Hybrid = "e5m2",
     *,
     scale: Scale = "local",
     keep: Mapping[str, FormatLike] | None = None,
+    error_feedback: bool = False,
+    adapt: bool = True,
+    link: Link | None = None,
+    inside: Inside | None = None,
+    inside_format: FormatLike = "fp32",
     ledger: Ledger | None = None,
     measure_error_every: int = 0,
-    timeout: timedelta = default_pg_timeout,
+    check_every: int = 0,
+    timeout: timedelta | None = None,
     message_bytes: int = MESSAGE_BYTES,
+    register: bool = True,
 ) -> GradientCompression:
     """Send the gradients of a DDP model in a narrow format from now on.
 
@@ -139,26 +327,41 @@ def compress(
     Args:
         model: the wrapped model, on the CPU.
         format: the format on the wire, e.g. ``"e5m2"``, ``"e4m3"``, ``"int8"``, ``"bf16"``, or in
-            blocks ``"mxfp8_e4m3"``, ``"int4@64"``, ``"nvfp4"``.
+            blocks ``"mxfp8_e4m3"``, ``"int4@64"``, ``"nvfp4"``; or patterns of parameter names and
+            their formats, the first match wins, e.g. ``{"fc": "fp32", "*.bias": "bf16", "*":
+            "e4m3"}``; or a :class:`Schedule` of these, or a :class:`Hybrid`.
         scale: ``"local"`` (one exponent per tensor and rank in the message header), ``"shared"``
             (APS as published: agreed by all ranks first, with room for the sum), ``None`` (none).
             Block formats scale themselves and allow only ``"local"``.
         keep: parameters or modules that travel in another format, e.g. ``{"fc": "fp32"}``. APS
             keeps the last layer in float32. See :func:`~narrowgauge.gradients.parameter_formats`.
+        error_feedback: send what rounding withheld in a later step; for formats of 4 bits and less.
+        adapt: measure the link now, and send a bucket in float32 where that is faster. It says so,
+            once per size.
+        link: what messages cost, if it is known; it is not measured then.
+        inside: reduce on two levels: the formats travel only between groups of ranks, which are so
+            many consecutive ranks, those of one ``"host"`` (as ``LOCAL_WORLD_SIZE`` says), or the
+            last dimension of a DeviceMesh of two. It does not adapt.
+        inside_format: what travels inside such a group: fp32, or bf16.
         ledger: where to count bytes, seconds and error; a new one by default.
         measure_error_every: every so many steps (0: never) also all-reduce in float32 and enter
             the round-off error of the compressed gradients. Costs a float32 all-reduce each time,
             which is not counted in ``bytes_sent``.
-        timeout: how long one message may take before the step fails on the ranks that wait for it.
+        check_every: every so many steps (0: never) compare the parameters of all ranks, bit by bit.
+        timeout: how long one message may take before the step fails on the ranks that wait for it;
+            ``None``: as long as in the model's process group.
         message_bytes: size of the messages a bucket is cut into.
+        register: whether to register the hook. DDP allows one: to have a hook of your own as well,
+            call the result's ``hook(state, bucket)`` in it.
 
     Returns:
         The compression attached to the model, with its ledger.
 
     Raises:
-        TypeError: ``model`` is not a DistributedDataParallel.
-        ValueError: a wrong format, scale or key of ``keep``; parameters that are not on the CPU.
-        CollectiveError: the ranks passed different arguments.
+        TypeError: ``model`` is not a DistributedDataParallel, or an argument is of a wrong type.
+        ValueError: a wrong format, scale or pattern; parameters that are not on the CPU; error
+            feedback on two levels.
+        CollectiveError: the ranks passed different arguments, or one refused its own.
         RuntimeError: the model has a communication hook already (DDP allows one).
     """
     if not isinstance(model, DistributedDataParallel):
@@ -166,28 +369,73 @@ def compress(
             f"model is a {type(model).__name__}; wrap it first: "
             "torch.nn.parallel.DistributedDataParallel(model)"
         )
-    check_scale(scale)
-    if measure_error_every < 0:
-        raise ValueError(
-            f"measure_error_every is {measure_error_every}; allowed: 0 (never) or more"
-        )
+    group = model.process_group
     named = dict(model.module.named_parameters())
+    try:
+        _check_settings(scale, error_feedback, inside)
+        for name, number, least in (
+            ("measure_error_every", measure_error_every, 0),
+            ("check_every", check_every, 0),
+            ("message_bytes", message_bytes, 1),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"{name} is {number!r}; allowed: whole numbers from {least}")
+        _check_parameters(named)
+        policy = policy_of(named, format, keep)
+        check_scale(scale, policy.all_formats)
+        wide = check_inside_format(inside_format)
+        groups = None if inside is None else inside_groups(inside, group)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(group, error)  # or the others would wait for this rank
+        raise
+    reducer: Reducer | TwoLevelReducer
+    if groups is None:
+        reducer = Reducer(group, timeout, message_bytes)
+    else:
+        reducer = TwoLevelReducer(groups, wide, group, timeout, message_bytes)
+    reducer.transport.agree(
+        "formats, scale and settings of gradient compression",
+        f"{ {name: f.name for name, f in policy.formats.items()} }, {format!r}, {scale=}, "
+        f"{error_feedback=}, {adapt=}, {link=}, {groups=}, {wide.name}, {measure_error_every=}, "
+        f"{check_every=}, {message_bytes=}",
+    )
+    if adapt and link is None and isinstance(reducer, Reducer) and reducer.transport.world_size > 1:
+        link = measure_link(reducer.transport)
+    sizes = {name: parameter.numel() for name, parameter in named.items()}
+    compression = GradientCompression(
+        model,
+        policy,
+        reducer,
+        scale=scale,
+        residuals=Residuals(sizes) if error_feedback else None,
+        link=link if adapt else None,
+        ledger=Ledger() if ledger is None else ledger,
+        measure_error_every=measure_error_every,
+        check_every=check_every,
+    )
+    if register:
+        model.register_comm_hook(None, compression.hook)
+    return compression
+
+
+def _check_settings(scale: object, error_feedback: bool, inside: Inside | None) -> None:
+    check_scale(scale)
+    if error_feedback and inside is not None:
+        raise ValueError(
+            "error_feedback keeps what each rank's own gradient lost, but with inside=… only sums "
+            "of groups are rounded; leave one of them out"
+        )
+
+
+def _check_parameters(named: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in named.items():
+        if hasattr(parameter, "placements"):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, whose placements an all-reduce of DDP would "
+                "contradict; use fully_shard, and compress that"
+            )
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}; compressed gradients travel over "
                 "Gloo from CPU memory: keep the model on the CPU"
             )
-    formats = parameter_formats(named, format, keep)
-    check_scale(scale, formats.values())
-    compression = GradientCompression(
-        model,
-        formats,
-        scale,
-        Ledger() if ledger is None else ledger,
-        measure_error_every,
-        timeout,
-        message_bytes,
-    )
-    model.register_comm_hook(None, compression.hook)
-    return compression
