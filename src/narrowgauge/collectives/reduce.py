@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.collectives.message import Op, Scale
 from narrowgauge.collectives.pipeline import Reducer
@@ -100,7 +101,7 @@ def _checked_targets(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[tor
     for tensor in targets:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors holds a {type(tensor).__name__}; allowed: tensors")
-        if hasattr(tensor, "placements"):  # to import its class takes a second
+        if isinstance(tensor, DTensor):
             raise TypeError(
                 "a tensor is a DTensor, whose placements an all-reduce would contradict; pass "
                 "tensor.to_local(), the part that this rank has, and the group of its mesh "

@@ -7,3 +7,7 @@ from narrowgauge.gradients.hooks import compress as compress
 from narrowgauge.gradients.policy import Hybrid as Hybrid
 from narrowgauge.gradients.policy import Schedule as Schedule
 from narrowgauge.gradients.policy import parameter_formats as parameter_formats
+from narrowgauge.gradients.sharded import (
+    ShardedGradientCompression as ShardedGradientCompression,
+)
+from narrowgauge.gradients.sharded import compress_sharded as compress_sharded

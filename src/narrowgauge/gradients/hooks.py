@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES
@@ -75,7 +76,7 @@ class GradientCompression:
         self._measure_error_every = measure_error_every
         self._check_every = check_every
         self._reducer = reducer
-        self._pays: dict[tuple[object, ...], bool] = {}
+        self._pays: dict[tuple[int, float], bool] = {}  # by size and mean bits
         self._steps = 0
         self._epoch = 0
         self._averaged_at: int | None = None  # the step whose residuals are equal on all ranks
@@ -156,12 +157,13 @@ class GradientCompression:
 
     def _narrow_pays(self, sizes: list[int], formats: list[Format]) -> bool:
         """Whether a bucket arrives sooner in these formats than in float32."""
-        key = (*sizes, *formats)
+        numel = sum(sizes)
+        bits = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / max(numel, 1)
+        key = numel, bits
         if key not in self._pays:
             self._pays[key] = any(format.name != "fp32" for format in formats)
             if self._pays[key] and self.link is not None:
-                numel, ranks = sum(sizes), self._reducer.transport.world_size
-                bits = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / numel
+                ranks = self._reducer.transport.world_size
                 narrow = all_reduce_seconds(self.link, numel, bits, ranks)
                 wide = float32_seconds(self.link, numel, ranks)
                 self._pays[key] = narrow <= wide
@@ -367,7 +369,8 @@ def compress(
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model is a {type(model).__name__}; wrap it first: "
-            "torch.nn.parallel.DistributedDataParallel(model)"
+            "torch.nn.parallel.DistributedDataParallel(model). For fully_shard (FSDP2) there is "
+            "compress_sharded"
         )
     group = model.process_group
     named = dict(model.module.named_parameters())
@@ -429,10 +432,10 @@ def _check_settings(scale: object, error_feedback: bool, inside: Inside | None) 
 
 def _check_parameters(named: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in named.items():
-        if hasattr(parameter, "placements"):
+        if isinstance(parameter, DTensor):
             raise TypeError(
                 f"parameter {name!r} is a DTensor, whose placements an all-reduce of DDP would "
-                "contradict; use fully_shard, and compress that"
+                "contradict; use fully_shard and compress_sharded"
             )
         if parameter.device.type != "cpu":
             raise ValueError(

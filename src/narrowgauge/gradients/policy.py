@@ -94,9 +94,14 @@ class FixedPolicy:
         self.formats = formats
 
     @property
+    def all_stages(self) -> list[dict[str, Format]]:
+        """The formats by name in each stage that is known beforehand."""
+        return [self.formats]
+
+    @property
     def all_formats(self) -> set[Format]:
         """Every format that may travel."""
-        return set(self.formats.values())
+        return {format for formats in self.all_stages for format in formats.values()}
 
     def begin_step(self, step: int, epoch: int) -> None:
         """Turn to the formats of this step."""
@@ -122,9 +127,9 @@ class ScheduledPolicy(FixedPolicy):
         self._unit = unit
 
     @property
-    def all_formats(self) -> set[Format]:
-        """Every format that may travel."""
-        return {format for formats in self._stages.values() for format in formats.values()}
+    def all_stages(self) -> list[dict[str, Format]]:
+        """The formats by name in each stage that is known beforehand."""
+        return list(self._stages.values())
 
     def begin_step(self, step: int, epoch: int) -> None:
         """Turn to the formats of this step."""
