@@ -256,6 +256,7 @@ def test_a_thousand_nodes() -> None:
         ({"order": "star"}, r"order is 'star'; allowed: 'sequential', 'ring', 'tree'"),
         ({"order": ("hierarchical", 5)}, r"order is \('hierarchical', 5\); a group has 1 to 4"),
         ({"order": ("hierarchical", 0)}, r"a group has 1 to 4 ranks"),
+        ({"order": ["hierarchical", 2]}, r"order is \['hierarchical', 2\]; allowed: .*\('hier"),
         ({"scale": "global"}, r"scale is 'global'; allowed: 'local', 'shared'"),
         ({"op": "max"}, r"op is 'max'; allowed: 'mean', 'sum'"),
         ({"format": "mxfp8_e4m3"}, r"mxfp8_e4m3, a block format.*use e4m3fn with scale='local'"),
@@ -397,6 +398,36 @@ def test_sparse_gradients_become_dense_and_what_was_frozen_since_gets_none() -> 
     half = model[1].weight.detach().flatten() / 2
     assert torch.equal(model[0].weight.grad, torch.stack([half, torch.zeros(2), half]))
     assert model[1].weight.grad is None
+
+
+def test_a_gradient_that_cannot_be_copied_leaves_all_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    nodes = EmulatedNodes(model, 2, "e5m2", keep={"1": "fp32"}, measure_error=True)
+    model(torch.ones(1, 2)).sum().backward()
+    kept = model[0].weight.grad.clone()
+    model[1].weight.data = torch.ones(3, 1)
+    model[1].weight.grad = torch.ones(3, 1)  # of the second format, and no longer one element
+    with pytest.raises(RuntimeError, match="invalid for input of size 1"):
+        nodes.collect()
+    assert torch.equal(model[0].weight.grad, kept)
+    model[1].weight.grad = None
+    model[1].weight.data = torch.ones(1, 1)
+    model[1].weight.grad = torch.ones(1, 1)
+    assert not nodes.collect()  # the first node, not the second
+    model[0].weight.grad = kept.clone()
+    assert nodes.collect()
+    assert same(model[0].weight.grad, emulate_all_reduce(torch.stack([kept, kept]), "e5m2"))
+
+
+def test_what_was_unfrozen_since_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[1].weight.requires_grad_(False)
+    nodes = EmulatedNodes(model, 2, "e5m2")
+    model[1].weight.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter '1\.weight' requires a gradient, but did not"):
+        nodes.collect()
+    assert model[0].weight.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")

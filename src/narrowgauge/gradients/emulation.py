@@ -374,6 +374,7 @@ class EmulatedNodes:
         self._exact: list[Tensor | None] = [None] * len(self._groups)
         self._collected = 0
         self._measures_error = measure_error
+        self._model, self._taken = model, {id(parameter) for parameter in named.values()}
 
     def reset(self) -> None:
         """Forget the nodes collected since the last sum."""
@@ -391,23 +392,29 @@ class EmulatedNodes:
             dense.
 
         Raises:
-            RuntimeError: no parameter has a gradient; was ``backward()`` called?
+            RuntimeError: no parameter has a gradient; was ``backward()`` called? Or a parameter
+                requires one that did not when this object was made.
+
+        If this raises, also because a gradient cannot be copied, no node has been counted.
         """
+        self._refuse_unfrozen()
         if all(p.grad is None for _, _, group, _ in self._groups for p in group):
             raise RuntimeError(
                 f"no parameter has a gradient (node {self._collected} of {self.n}); call "
                 "backward() before each collect()"
             )
-        for index, (_, _, group, sizes) in enumerate(self._groups):
-            gradient = self._sums[index].buffer()
-            parts = gradient.split(sizes)
-            for parameter, part in zip(group, parts, strict=True):
-                grad, parameter.grad = parameter.grad, None
-                if grad is None:
+        gradients = [node_sum.buffer() for node_sum in self._sums]
+        for gradient, (_, _, group, sizes) in zip(gradients, self._groups, strict=True):
+            for parameter, part in zip(group, gradient.split(sizes), strict=True):
+                if parameter.grad is None:
                     part.zero_()
                 else:
-                    grad = grad.detach()
+                    grad = parameter.grad.detach()
                     part.view(parameter.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
+        # All are copied; only now is anything taken.
+        for index, gradient in enumerate(gradients):
+            for parameter in self._groups[index][2]:
+                parameter.grad = None
             if self._measures_error:
                 exact = self._exact[index]
                 self._exact[index] = gradient.double() if exact is None else exact.add_(gradient)
@@ -420,6 +427,15 @@ class EmulatedNodes:
         self._collected = 0
         self._exact = [None] * len(self._groups)
         return True
+
+    def _refuse_unfrozen(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._taken:
+                raise RuntimeError(
+                    f"parameter {name!r} requires a gradient, but did not when EmulatedNodes was "
+                    "made, so nobody sums what the nodes add to it; make EmulatedNodes after "
+                    "unfreezing, or freeze it"
+                )
 
     def _reduce(self) -> None:
         errors = []

@@ -310,7 +310,7 @@ def check_order(order: object, ranks: int) -> None:
     """Raise ``ValueError`` unless ``order`` is one for so many ranks."""
     if order in ("sequential", "ring", "tree"):
         return
-    if isinstance(order, tuple | list) and len(order) == 2 and order[0] == "hierarchical":
+    if isinstance(order, tuple) and len(order) == 2 and order[0] == "hierarchical":
         k = order[1]
         if isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= ranks:
             return
