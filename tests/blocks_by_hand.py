@@ -33,11 +33,11 @@ def floor_log2(x: Fraction) -> int:
 
 
 def float32(x: Fraction) -> Fraction:
-    """To nearest-even, subnormals included; not below the smallest one."""
+    """To nearest-even, subnormals included; from the smallest one to the largest number."""
     spacing = Fraction(2) ** max(floor_log2(x) - 23, -149)
     whole, rest = divmod(x, spacing)
     whole += rest * 2 > spacing or (rest * 2 == spacing and whole % 2 == 1)
-    return max(whole * spacing, spacing)
+    return min(max(whole * spacing, spacing), Fraction(torch.finfo(torch.float32).max))
 
 
 def scale_of(amax: Fraction, format: BlockFormat, own: Fraction) -> Fraction:
@@ -57,8 +57,7 @@ def scale_of(amax: Fraction, format: BlockFormat, own: Fraction) -> Fraction:
     power = Fraction(2) ** (floor_log2(amax / Fraction(midpoint)) - 1)
     while amax / power > Fraction(midpoint) or (inclusive and amax / power == Fraction(midpoint)):
         power *= 2
-    # Within the range of scale exponents, which leaves room to divide by the number of ranks.
-    return min(max(power, smallest, Fraction(2) ** -112), greatest, Fraction(2) ** 126)
+    return min(max(power, smallest), greatest)
 
 
 def quantized(x: torch.Tensor, format: BlockFormat) -> torch.Tensor:
@@ -70,7 +69,12 @@ def quantized(x: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     top = Fraction(max((each for each in largest if each is not None), default=0.0))
     own = Fraction(1)
     if format.scale_rule == "two-level" and top:
-        own = float32(top / Fraction(format.element.largest) / Fraction(format.scale.largest))
+        largest_element, largest_scale = (
+            Fraction(each.largest) for each in (format.element, format.scale)
+        )
+        # Up to 2**32 the range of the scales is used, but always up to the largest element.
+        reach = min(largest_element * largest_scale, max(largest_element, Fraction(2) ** 32))
+        own = float32(top / reach)
     result: list[float] = []
     for block, amax in zip(blocks, largest, strict=True):
         if amax is None:

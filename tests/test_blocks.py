@@ -17,7 +17,7 @@ from gfloat.formats import (
     format_info_ocp_e5m2,
 )
 
-from narrowgauge import BlockFormat, decode, encode, format_of, kernels, quantize
+from narrowgauge import BlockFormat, decode, encode, format_of, kernels, matmul, quantize
 from narrowgauge.codec import packed_size
 from tests import blocks_by_hand
 from tests.numbers_by_hand import edges, random_bits, same
@@ -32,7 +32,9 @@ MX = {
 # Every rule, with scales that reach far and scales that do not, wide and narrow elements.
 NAMES = [*MX, "nvfp4", "e2m1fn@16:e4m3fn", "e4m3fn@32", "int4@8", "int8@5:floor", "e5m2@3:ue4m0",
          "e4m3fn@7:bf16", "int5@4:e5m2:two-level", "fp16@6:e5m10:two-level", "e3m0@9:ue3m0:floor",
-         "int2@4:floor", "e4m3fnuz@4", "e2m1fn@1:e4m3fn"]  # fmt: skip
+         "int2@4:floor", "e4m3fnuz@4", "e2m1fn@1:e4m3fn", "int8@4:bf16:two-level",
+         "bf16@3:bf16:two-level", "e4m7finiteftz@2:e2m1b143:two-level", "int8@2:ue8m0b128:floor",
+         "int4@3:ue8m0b149", "int16@2:e5m10:two-level", "int8@3:bf16"]  # fmt: skip
 
 
 def block_format(name: str) -> BlockFormat:
@@ -103,7 +105,16 @@ def test_float64_is_rounded_once(name: str) -> None:
         assert torch.equal(quantize(x, name), expected)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "int5@4:e5m2:two-level", "fp16@6:e5m10:two-level"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        "int5@4:e5m2:two-level",
+        "fp16@6:e5m10:two-level",
+        "int8@4:bf16:two-level",
+        "bf16@3:bf16:two-level",
+    ],
+)
 def test_two_levels_over_tensors_of_every_magnitude(name: str) -> None:
     """The scale of a tensor is decided by its largest number: one tensor per exponent."""
     format = block_format(name)
@@ -143,6 +154,14 @@ def test_rounding_is_decided_by_the_exact_quotient(name: str) -> None:
             if format.block_size > 1:
                 x.view(-1, format.block_size)[:, 1] = numbers
             assert torch.equal(quantize(x, name), blocks_by_hand.quantized(x, format))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "e2m1fn@1:e4m3fn"])
+def test_float64_beyond_float32_is_rounded_by_definition(name: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for power in (-300, -160, 128, 130, 140, 300):
+        x = torch.randn(60, dtype=torch.float64, generator=generator) * 2.0**power
+        assert torch.equal(quantize(x, name), blocks_by_hand.quantized(x, block_format(name)))
 
 
 # -- equal to other libraries ----------------------------------------------------------------------
@@ -200,6 +219,40 @@ def test_a_tiny_block_vanishes_without_a_scale_of_its_own() -> None:
     huge = torch.full((16,), 3e38)
     assert quantize(huge, "e2m1fn@16:e4m3fn").tolist() == [6.0 * 448.0] * 16  # saturates
     assert quantize(huge, "nvfp4").allclose(huge, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["int8@128:bf16:two-level", "int8@128:e8m3:two-level"])
+@pytest.mark.parametrize("top", [1e38, 1.0, 6e-5, 1e-38])
+def test_two_levels_with_scales_as_wide_as_float32_lose_nothing(name: str, top: float) -> None:
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    x *= top / x.abs().max()
+    error = (quantize(x, name) - x).abs().view(-1, 128).amax(1) / x.abs().view(-1, 128).amax(1)
+    assert float(error.max()) < 0.5 / 127 + 2.0**-3 / 2  # half a step, and a scale rounded down
+    codes = encode(x, name)
+    assert same(decode(codes, name, x.shape), quantize(x, name))
+
+
+def test_scales_that_fit_reach_as_far_as_their_format() -> None:
+    for top in (1e-34, 1e-37, 3e38):
+        x = torch.tensor([top, top / 7, -top / 3])
+        expected = blocks_by_hand.quantized(x, block_format("int4@64")).float()
+        assert same(quantize(x, "int4@64"), expected)
+        assert torch.allclose(expected, x, atol=top / 7)
+    assert quantize(torch.tensor([2.0**127]), "int2@4").tolist() == [2.0**127]
+    assert quantize(torch.tensor([1e39], dtype=torch.float64), "mxfp4").tolist() == [6 * 2.0**127]
+
+
+def test_a_block_longer_than_what_it_cuts_takes_no_more_memory() -> None:
+    x = torch.randn(50, 10)  # in rows of a whole block these would be terabytes
+    whole, rows = x.double(), torch.stack([quantize(row, "int8@10") for row in x])
+    for scale in ("", ":floor", ":bf16", ":e4m3fn:two-level"):
+        long, short, flat = (f"int8@{size}{scale}" for size in (10**11, 10, 500))
+        for each in (x, whole):
+            assert same(quantize(each, long, dim=1), quantize(each, short, dim=1))
+            assert same(quantize(each, long), quantize(each, flat))
+    assert same(quantize(x, "int8@100000000000", dim=1), rows)
+    product = matmul(x, x.T, operands="int8@100000000000")
+    assert same(product, matmul(x, x.T, operands="int8@10"))
 
 
 @pytest.mark.parametrize("name", NAMES)

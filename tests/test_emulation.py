@@ -425,7 +425,7 @@ def test_what_was_unfrozen_since_is_refused_by_name() -> None:
     nodes = EmulatedNodes(model, 2, "e5m2")
     model[1].weight.requires_grad_(True)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"parameter '1\.weight' requires a gradient, but did not"):
+    with pytest.raises(RuntimeError, match=r"parameter '1\.weight' requires a gradient, but"):
         nodes.collect()
     assert model[0].weight.grad is not None
 

@@ -171,6 +171,7 @@ def test_overflow_threshold_is_where_ml_dtypes_overflows() -> None:
         ("e4m3@32:ue4m0b40", "scale is ue4m0b40, which lacks 1; choose another bias"),
         ("e1m0", "has no finite number besides zero"),
         ("e4m3b-200", "outside of float32"),
+        ("e2m8b147fnuzftz", "in steps of 2**-154 and more, outside of float32"),
         (torch.int64, "torch.int64 is not a format; allowed dtypes: torch.float32"),
     ],
 )

@@ -340,7 +340,9 @@ def decode(
     if dtype == torch.float64:
         values = operators.decode(codes, layout.element, numel, None, 0).double()
         if scales is not None:
-            values = values * (scales.repeat_interleave(block)[:numel] if block else scales)
+            values = values * (
+                scales.repeat_interleave(min(block, numel))[:numel] if block else scales
+            )
         return values.view(shape) if out is None else out.copy_(values.view(shape))
     if out is None:
         result: Tensor = operators.decode(codes, layout.element, numel, scales, block)

@@ -52,15 +52,18 @@ def scale_exponents(magnitudes: torch.Tensor, format: FloatFormat | IntFormat) -
     return fitting_exponents(magnitudes.view(torch.float32).double(), format)
 
 
-def fitting_exponents(largest: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:
-    """:func:`scale_exponents` of largest magnitudes given as float64."""
+def fitting_exponents(
+    largest: torch.Tensor,
+    format: FloatFormat | IntFormat,
+    lowest: int = SMALLEST_EXPONENT,
+    highest: int = LARGEST_EXPONENT,
+) -> torch.Tensor:
+    """:func:`scale_exponents` of largest magnitudes given as float64, within other limits."""
     midpoint, inclusive = format.overflow_threshold
     threshold, exponent_at_threshold = math.frexp(midpoint)
     fraction, exponent = torch.frexp(largest)
     overflows = fraction >= threshold if inclusive else fraction > threshold
-    result = (exponent_at_threshold - exponent - overflows.int()).clamp_(
-        SMALLEST_EXPONENT, LARGEST_EXPONENT
-    )
+    result = (exponent_at_threshold - exponent - overflows.int()).clamp_(lowest, highest)
     result.masked_fill_(largest == 0, 0)
     return result.masked_fill_(~largest.isfinite(), NON_FINITE)
 

@@ -39,7 +39,9 @@ class BlockFormat:
               It may round to 0, and so do the elements then.
             - ``"two-level"``: as ``"amax"``, after division by a float32 for the whole tensor,
               ``amax of the tensor / (element.largest * scale.largest)``, which makes the scales use
-              the range that they have (NVFP4, as in arXiv 2509.25149).
+              the range that they have (NVFP4, as in arXiv 2509.25149). The product in that divisor
+              counts as 2**32 if it is larger, or as ``element.largest`` if that is larger still:
+              scales with the range of float32 would leave the tensor's own none.
 
     Raises:
         TypeError: a field is of the wrong type.

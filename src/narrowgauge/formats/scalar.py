@@ -88,10 +88,12 @@ class FloatFormat:
                 f"{self.name} has no finite number besides zero; give it more exponent or mantissa "
                 "bits, or specials='finite'"
             )
-        if self.largest > _FLOAT32_MAX or self.smallest < 2.0**-149:
+        finest = self.min_exponent - self.mantissa_bits  # also without subnormals
+        if self.largest > _FLOAT32_MAX or finest < -149:
             raise ValueError(
-                f"{self.name} reaches from {self.smallest:.4g} to {self.largest:.4g}, outside of "
-                f"float32 (2**-149 to {_FLOAT32_MAX:.4g}); choose another bias"
+                f"{self.name} reaches from {self.smallest:.4g} to {self.largest:.4g} in steps of "
+                f"2**{finest} and more, outside of float32 (steps of 2**-149, to "
+                f"{_FLOAT32_MAX:.4g}); choose another bias"
             )
 
     @property

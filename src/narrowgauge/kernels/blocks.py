@@ -14,16 +14,18 @@ exponent. Any other scale needs a division, which is made in float64 and rounded
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import BlockFormat, Format, format_of
+from narrowgauge.formats import BlockFormat, Format, IntFormat, format_of
 from narrowgauge.kernels import operators
 from narrowgauge.kernels.grid import check_rounding, grid_of
 from narrowgauge.kernels.raw import packed_bytes
-from narrowgauge.scaling import scale_exponents
+from narrowgauge.scaling import fitting_exponents
 
+_MOST = 2.0**32  # of element * scale, up to which two levels use the range of the scale
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -71,16 +73,18 @@ def block_scales(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor | None]
         dimension, else ``None``.
     """
     if format.scale_rule in ("fit", "floor"):
-        return _powers_of_two(_magnitude_bits(x, format.block_size), format), None
+        return _powers_of_two(_magnitudes(x, format.block_size), format), None
     largest = _magnitudes(x, format.block_size)
     finite = largest.isfinite()
-    largest = largest.where(finite, 0.0).clamp(max=_FLOAT32_MAX)
+    largest = largest.where(finite, 0.0)
     divisor: Tensor | float = format.element.largest
     own = None
     if format.scale_rule == "two-level":
         top = largest.amax() if largest.numel() else largest.new_ones(())
-        own = (top / (format.element.largest * format.scale.largest)).float()
-        own = own.where(top > 0, 1.0).clamp(min=2.0**-149)  # a tiny tensor's would round to 0
+        # A scale of float32's own range needs no more of it, and its tensor's would underflow.
+        reach = min(format.element.largest * format.scale.largest, max(divisor, _MOST))
+        own = (top / reach).float().where(top > 0, 1.0)
+        own = own.clamp(2.0**-149, _FLOAT32_MAX)  # some tensors' would round to 0 or infinity
         divisor = own.double() * format.element.largest
     scales = operators.quantize(
         largest / divisor, format.scale.name, "nearest-even", "saturate", None
@@ -93,13 +97,13 @@ def _powers_of_two(magnitudes: Tensor, format: BlockFormat) -> Tensor:
     assert scale.bias is not None
     lowest, highest = -scale.bias, scale.largest_code - scale.bias
     if format.scale_rule == "fit":
-        exponents = -scale_exponents(magnitudes, format.element)
+        exponents = -fitting_exponents(magnitudes, format.element, -highest, -lowest)
     else:
-        _, above = torch.frexp(magnitudes.view(torch.float32))
+        _, above = torch.frexp(magnitudes)
         exponents = above - 1 - format.element.max_exponent
         exponents.masked_fill_(magnitudes == 0, lowest)
-    finite = magnitudes < 0x7F800000
-    return torch.where(finite, _power_of_two(exponents.clamp(lowest, highest)), math.nan)
+    exponents = exponents.clamp(lowest, highest)
+    return torch.where(magnitudes.isfinite(), _power_of_two(exponents), math.nan)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
@@ -107,24 +111,22 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return ((exponents.long() + 1023) << 52).view(torch.float64).float()
 
 
-def _magnitude_bits(x: Tensor, block_size: int) -> Tensor:
-    """Bits of the largest magnitude per block, as float32; of float64 input, rounded to odd."""
-    if x.dtype == torch.float64:
-        # On which side of a power of two or an overflow threshold it lies, is kept.
-        cut = operators.quantize(x.abs(), "fp32", "toward-zero", None, None)
-        odd = cut.float().view(torch.int32) | (cut < x.abs()).int()
-        x = odd.view(torch.float32)
-    bits: Tensor = operators.largest_magnitudes(x, block_size)
-    return bits
-
-
 def _magnitudes(x: Tensor, block_size: int) -> Tensor:
-    """The largest magnitude per block, float64; of 52 bits, as the quotients need it."""
+    """The largest magnitude per block, float64; of 52 bits, as the quotients need it.
+
+    On which side of a power of two or an overflow threshold it lies, those tell as well.
+    """
     if x.dtype == torch.float64:
-        padded = torch.nn.functional.pad(_of_52_bits(x.abs()), (0, -x.numel() % block_size))
-        return padded.view(-1, block_size).amax(1) if x.numel() else padded
+        rows = _rows(_of_52_bits(x.abs()), block_size)
+        return rows.amax(1) if x.numel() else rows.view(0)
     bits: Tensor = operators.largest_magnitudes(x, block_size)
     return bits.view(torch.float32).double()
+
+
+def _rows(x: Tensor, block_size: int) -> Tensor:
+    """A block per row, the last one padded with zeros; no longer than the tensor."""
+    size = min(block_size, max(1, x.numel()))
+    return torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
 
 
 def _of_52_bits(x: Tensor) -> Tensor:
@@ -139,8 +141,7 @@ def _quotients(x: Tensor, scales: Tensor, own: Tensor | None, block_size: int) -
     divisors = scales.double() if own is None else scales.double() * own.double()
     divisors = divisors.masked_fill(divisors == 0, math.inf)  # what is divided by it, becomes 0
     wide = _of_52_bits(x) if x.dtype == torch.float64 else x.double()
-    rows = torch.nn.functional.pad(wide, (0, -x.numel() % block_size)).view(-1, block_size)
-    quotients = rows / divisors[:, None]
+    quotients = _rows(wide, block_size) / divisors[:, None]
     if x.dtype == torch.float64:  # finite numbers stay finite
         quotients.clamp_(-torch.finfo(wide.dtype).max, torch.finfo(wide.dtype).max)
     quotients.masked_fill_(divisors.isnan()[:, None], 0.0)
@@ -177,7 +178,7 @@ def encode_blocks_into(
         operators.encode(scales, format.scale.name, "nearest-even", None, None, None, 0)
     )
     grid = grid_of(format.element.name, overflow or "saturate")
-    if format.scale.signed:
+    if format.scale.signed or format.scale.smallest < 2.0**-127:  # whose inverse is no float32
         x = _quotients(x, scales, own, format.block_size)
         operators.encode_into(x, element_part, grid, rounding, key, None, 0)
     else:
@@ -188,10 +189,12 @@ def encode_blocks_into(
 def decode_blocks_into(codes: Tensor, format: BlockFormat, out: Tensor) -> None:
     """``element * scale`` and, with two levels, times the tensor's own scale.
 
+    In float64 the product is exact; in other dtypes it is rounded once to float32.
+
     Args:
         codes: uint8, what :func:`encode_blocks_into` wrote.
         format: of the blocks.
-        out: flat. In float64 the product is exact; in other dtypes it is made in float32.
+        out: flat.
     """
     numel = out.numel()
     own_part, scale_part, element_part = codes.split(list(_sizes(numel, format)))
@@ -199,12 +202,21 @@ def decode_blocks_into(codes: Tensor, format: BlockFormat, out: Tensor) -> None:
     blocks = -(-numel // format.block_size)
     scales = operators.decode(scale_part, format.scale.name, blocks, None, 0)
     grid = grid_of(format.element.name)
-    if out.dtype == torch.float64:
+    if out.dtype == torch.float64 or (own_part.numel() and not _exact_in_float32(format)):
         values = operators.decode(element_part, grid.name, numel, None, 0).double()
-        scales = scales.double().repeat_interleave(format.block_size)[:numel]
-        out.copy_(values * scales * own)
+        scales = scales.double().repeat_interleave(min(format.block_size, numel))[:numel]
+        out.copy_((values * scales * own).to(torch.promote_types(out.dtype, torch.float32)))
     else:
         operators.decode_into(element_part, out, grid, scales, format.block_size, own)
+
+
+def _exact_in_float32(format: BlockFormat) -> bool:
+    """Whether every ``element * scale`` is a float32, to be multiplied by the tensor's own."""
+    element, scale = format.element, format.scale
+    bits = element.bits if isinstance(element, IntFormat) else element.mantissa_bits + 1
+    finest = element.smallest * element.epsilon * scale.smallest * scale.epsilon
+    largest = element.largest * scale.largest
+    return bits + scale.mantissa_bits + 1 <= 24 and finest >= 2**-149 and largest <= _FLOAT32_MAX
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -254,8 +266,10 @@ def _quantize_blocks(
         return _decode_blocks(codes, format, x.numel(), x.dtype).view(x.shape)
     rows = x.movedim(dim, -1)
     length = rows.shape[-1]
+    size = min(parsed.block_size, max(1, length))
+    format = replace(parsed, block_size=size).name
     # Zeros at the end of a row change no block's largest magnitude.
-    padded = torch.nn.functional.pad(rows, (0, -length % parsed.block_size))
+    padded = torch.nn.functional.pad(rows, (0, -length % size))
     codes = _encode_blocks(padded, format, rounding, overflow, key)
     values = _decode_blocks(codes, format, padded.numel(), x.dtype).view(padded.shape)
     return values[..., :length].movedim(-1, dim).clone(memory_format=torch.contiguous_format)

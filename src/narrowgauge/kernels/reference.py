@@ -136,11 +136,11 @@ def _quantize(x: Tensor, grid: Grid, rounding: str, words: Tensor | None) -> Ten
 
 def _exponents(scales: Tensor, numel: int, block_size: int) -> Tensor:
     exponents = ((scales.view(torch.int32).long() >> 23) & 0xFF) - 127
-    return exponents.repeat_interleave(block_size)[:numel] if block_size else exponents
+    return _per_element(exponents, numel, block_size)
 
 
 def _per_element(scales: Tensor, numel: int, block_size: int) -> Tensor:
-    return scales.repeat_interleave(block_size)[:numel] if block_size else scales
+    return scales.repeat_interleave(min(block_size, numel))[:numel] if block_size else scales
 
 
 def encode(
@@ -226,6 +226,7 @@ def largest_magnitudes(x: Tensor, block_size: int) -> Tensor:
     bits = x.flatten().view(torch.int32) & 0x7FFFFFFF
     if not block_size:
         return torch.cat((bits, bits.new_zeros(1))).amax().view(1)
+    block_size = min(block_size, max(1, bits.numel()))
     blocks = -(-bits.numel() // block_size)
     padded = torch.nn.functional.pad(bits, (0, blocks * block_size - bits.numel()))
     return padded.view(blocks, block_size).amax(1) if blocks else bits.new_zeros(0)
