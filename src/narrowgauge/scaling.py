@@ -88,16 +88,19 @@ def largest_exponents(magnitudes: torch.Tensor, world_size: int) -> torch.Tensor
     return result.masked_fill_(magnitudes >= _INFINITY_BITS, -_NO_EXPONENT)
 
 
-def shared_exponents(agreed: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:
+def shared_exponents(
+    agreed: torch.Tensor, format: FloatFormat | IntFormat, lowest: int = SMALLEST_EXPONENT
+) -> torch.Tensor:
     """Scale exponents from the agreed largest exponents: ``ub - max_exp`` of APS, steps 2 and 3.
 
     Args:
         agreed: int32, the maximum over ranks of :func:`largest_exponents`.
         format: the format on the wire; ``ub`` is the exponent of its largest finite number.
+        lowest: exponent; the default is what a message carries.
 
     Returns:
         int32, same shape; 0 where every rank was all zero, ``NON_FINITE`` where one was not finite.
     """
-    result = (format.max_exponent - agreed).clamp_(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    result = (format.max_exponent - agreed).clamp_(lowest, LARGEST_EXPONENT)
     result.masked_fill_(agreed == _NO_EXPONENT, 0)
     return result.masked_fill_(agreed == -_NO_EXPONENT, NON_FINITE)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge.formats import BlockFormat, FloatFormat, FormatLike, IntFormat, format_of
 from narrowgauge.gradients.orders import (
+    LOWEST_EXPONENT,
     PIECE,
     OrderLike,
     Ring,
@@ -138,7 +139,8 @@ class NodeSum:
     def _scales(self) -> Tensor:
         """APS's scales, one for each element, equal within a tensor; float64."""
         assert self._peaks is not None
-        exponents = shared_exponents(largest_exponents(self._peaks, self._nodes), self._format)
+        agreed = largest_exponents(self._peaks, self._nodes)
+        exponents = shared_exponents(agreed, self._format, LOWEST_EXPONENT)
         sizes = torch.tensor(self._sizes, device=exponents.device)
         return powers_of_two(exponents).repeat_interleave(sizes)
 
@@ -226,7 +228,8 @@ def emulate_all_reduce(
             - ``("hierarchical", k)``: groups of k nodes sequentially, then their sums in a ring.
         compensated: Kahan's summation, each node passing on what was lost besides the sum.
         scale: ``None``; ``"shared"``: APS as published, one power of two per tensor under which no
-            partial sum of any node can overflow; ``"local"``: every message, partial sums included,
+            partial sum of any node can overflow (if its largest number is at least 2**-9, so that
+            the power is a float32); ``"local"``: every message, partial sums included,
             is scaled by the largest power of two under which its own largest magnitude stays
             finite, per tensor (in a ring: per tensor and chunk).
         published: sum as CPD, the authors' simulator, does, without its faults: the gradients are

@@ -23,6 +23,7 @@ from narrowgauge.scaling import NON_FINITE, fitting_exponents
 OrderLike: TypeAlias = Literal["sequential", "ring", "tree"] | tuple[Literal["hierarchical"], int]
 
 
+LOWEST_EXPONENT = -149  # of a scale, which is a float32 and in no message that is really sent
 PIECE = 64 * 1024
 """Elements that are taken through all their additions together, so that they stay in the cache."""
 
@@ -61,9 +62,11 @@ class Arithmetic:
             self._dtype = torch.float32
         else:
             # Float32's own rounding goes unseen below 11 bits of mantissa (Figueroa, 1995), unless
-            # its overflow to infinity or its underflow, of what is scaled, comes before.
+            # its overflow to infinity or its underflow, of what is scaled, comes before: half of
+            # the smallest step must be a normal number.
+            finest = format.min_exponent - format.mantissa_bits
             deep = format.max_exponent >= 127 and not format.has_infinity
-            deep = deep or (segments is not None and format.exponent_bits > 6)
+            deep = deep or (segments is not None and (format.exponent_bits > 6 or finest < -125))
             narrow = format.mantissa_bits <= 10 and not deep
             self._dtype = torch.float32 if narrow else torch.float64
 
@@ -110,7 +113,9 @@ class Arithmetic:
         largest = magnitudes.new_zeros(self._count).scatter_reduce_(
             0, self._segments, magnitudes, "amax"
         )
-        exponents = fitting_exponents(largest.view(exact.dtype).double(), self.format)
+        exponents = fitting_exponents(
+            largest.view(exact.dtype).double(), self.format, LOWEST_EXPONENT
+        )
         scales = powers_of_two(exponents).to(exact.dtype)[self._segments]
         return quantize_(exact * scales, self.format).div_(scales)
 
