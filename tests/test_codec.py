@@ -231,6 +231,8 @@ def test_operators_pass_opcheck(backend: str) -> None:
         for dim in (None, 0):
             how = (name, dim, "stochastic", None, torch.tensor([7]))
             opcheck(operators.quantize_blocks.default, (x.requires_grad_(), *how))
+            out = torch.empty(10, 33)
+            opcheck(operators.quantize_blocks_out.default, (x.detach(), *how, out))
 
 
 @pytest.mark.slow

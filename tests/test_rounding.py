@@ -341,12 +341,19 @@ def test_errors_say_what_is_allowed() -> None:
     long = torch.ones(9)
     with pytest.raises(ValueError, match="out shares memory with the input"):
         quantize(long[:8], "e5m2", out=long[1:])
+    for dim in (None, 0):
+        with pytest.raises(ValueError, match="out shares memory with the input"):
+            quantize(long[:8], "int4@4", dim=dim, out=long[1:])
     with pytest.raises(RuntimeError, match="does not support automatic differentiation"):
         quantize(x.requires_grad_(), "e5m2", out=torch.ones(4))
 
 
 def test_arguments_of_a_wrong_type_are_named() -> None:
     x = torch.ones(4)
+    for dim in (1.0, "x", True):
+        for format in ("int4@2", "e4m3"):
+            with pytest.raises(TypeError, match=f"dim is {dim!r}; it must be an int, or None"):
+                quantize(x, format, dim=dim)  # type: ignore[arg-type]
     tensor = r"it must be a torch.Tensor \(torch.as_tensor makes one\)"
     cases: list[tuple[object, dict[str, object], type[Exception], str]] = [
         ([1.0], {}, TypeError, f"x is list; {tensor}"),

@@ -82,19 +82,22 @@ def quantize(
                 "quantize with out= does not support automatic differentiation, but x or out "
                 "requires grad; leave out= away, or use torch.no_grad()"
             )
+    if isinstance(dim, bool) or not (dim is None or hasattr(dim, "__index__")):
+        raise TypeError(f"dim is {dim!r}; it must be an int, or None for the flattened tensor")
     if dim is not None and not -max(1, x.dim()) <= dim < max(1, x.dim()):
         raise IndexError(f"dim is {dim}; x has {x.dim()} dimensions")
     key = codec.random_key(rounding, generator)
-    if layout.block_size:
-        blocked: Tensor = blocks.quantize_blocks(x, layout.name, dim, rounding, overflow, key)
-        return blocked if out is None else out.copy_(blocked)
-    if out is None:
-        result: Tensor = operators.quantize(x, layout.name, rounding, overflow, key)
-        return result
-    if codec.is_negative_view(out):  # a negative view, as torch.Tensor.imag of a conjugate
-        return out.copy_(operators.quantize(x, layout.name, rounding, overflow, key))
+    if out is None or codec.is_negative_view(out):  # as torch.Tensor.imag of a conjugate
+        if layout.block_size:
+            result: Tensor = blocks.quantize_blocks(x, layout.name, dim, rounding, overflow, key)
+        else:
+            result = operators.quantize(x, layout.name, rounding, overflow, key)
+        return result if out is None else out.copy_(result)
     x = codec.positive(x)
-    operators.quantize_out(x, layout.name, rounding, overflow, key, out)
+    if layout.block_size:
+        blocks.quantize_blocks_out(x, layout.name, dim, rounding, overflow, key, out)
+    else:
+        operators.quantize_out(x, layout.name, rounding, overflow, key, out)
     return out
 
 

@@ -288,6 +288,19 @@ def _quantize_blocks_fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _quantize_blocks_out(
+    x: Tensor,
+    format: str,
+    dim: int | None,
+    rounding: str,
+    overflow: str | None,
+    key: Tensor | None,
+    out: Tensor,
+) -> None:
+    operators.refuse_overlap(x, out, identity=True)
+    out.copy_(_quantize_blocks(x, format, dim, rounding, overflow, key))
+
+
 def _quantize_blocks_backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None  # straight through
 
@@ -306,6 +319,11 @@ for _schema, _kernel, _fake in (
         _quantize_blocks,
         _quantize_blocks_fake,
     ),
+    (
+        f"quantize_blocks_out(Tensor x, str format, int? dim, {_HOW}, Tensor(a!) out) -> ()",
+        _quantize_blocks_out,
+        lambda *_: None,
+    ),
 ):
     _library.define(_schema)
     _name = _schema.partition("(")[0]
@@ -318,3 +336,4 @@ torch.library.register_autograd(
 encode_blocks = torch.ops.narrowgauge.encode_blocks.default
 decode_blocks = torch.ops.narrowgauge.decode_blocks.default
 quantize_blocks = torch.ops.narrowgauge.quantize_blocks.default
+quantize_blocks_out = torch.ops.narrowgauge.quantize_blocks_out.default

@@ -61,7 +61,7 @@ def _reach(x: Tensor) -> int:
     return (steps + 1) * x.element_size()
 
 
-def _refuse_overlap(x: Tensor, out: Tensor, *, identity: bool) -> None:
+def refuse_overlap(x: Tensor, out: Tensor, *, identity: bool) -> None:
     """Raise if ``out`` shares memory with ``x`` (with ``identity``: unless it is the same view)."""
     start, other = x.data_ptr(), out.data_ptr()
     if x.is_contiguous() and out.is_contiguous():
@@ -118,7 +118,7 @@ def _quantize(
 def _quantize_out(
     x: Tensor, format: str, rounding: str, overflow: str | None, key: Tensor | None, out: Tensor
 ) -> None:
-    _refuse_overlap(x, out, identity=True)
+    refuse_overlap(x, out, identity=True)
     _quantize_into(x, out, grid_of(format, overflow), rounding, key)
     _written(out)
 
@@ -206,7 +206,7 @@ def _encode_out(
     out: Tensor,
 ) -> None:
     _check_scales(scales)
-    _refuse_overlap(x, out, identity=False)
+    refuse_overlap(x, out, identity=False)
     encode_into(x, out, grid_of(format, overflow), rounding, key, scales, block_size)
     _written(out)
 
@@ -270,7 +270,7 @@ def _decode_out(
     codes: Tensor, format: str, scales: Tensor | None, block_size: int, out: Tensor
 ) -> None:
     _check_scales(scales)
-    _refuse_overlap(codes, out, identity=False)
+    refuse_overlap(codes, out, identity=False)
     decode_into(codes, out, grid_of(format), scales, block_size)
     _written(out)
 
