@@ -270,14 +270,31 @@ def work(run: Run | None, settings: Settings, seed: int) -> dict[str, Any]:
 # -- tables and figure -----------------------------------------------------------------------------
 
 
+def is_complete(entry: Any) -> bool:
+    """Whether a line of results holds all that tables and figure are made of."""
+    if not isinstance(entry, dict) or type(entry.get("seed")) is not int:
+        return False
+    if entry.get("key") == "round-off":
+        errors = entry.get("errors")
+        groups = [str(k) for k in (*GROUP_SIZES, NODES)]
+        return isinstance(errors, dict) and all(is_number(errors.get(k)) for k in groups)
+    return isinstance(entry.get("key"), str) and is_number(entry.get("accuracy"))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) < 1e300
+
+
 class Results:
-    """Finished runs of a file that were made with these settings."""
+    """Finished runs of a file that were made with these settings; other lines are left out."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.by_key: dict[str, dict[int, dict[str, Any]]] = {}
         for entry in json_lines(path):
-            if isinstance(entry, dict) and entry.get("settings") == vars(settings):
-                self.by_key.setdefault(str(entry.get("key")), {})[entry["seed"]] = entry
+            if is_complete(entry) and entry.get("settings") == vars(settings):
+                self.by_key.setdefault(entry["key"], {})[entry["seed"]] = entry
 
     def accuracies(self, run: Run) -> list[float]:
         """In %, one for each seed."""
@@ -342,13 +359,26 @@ def tables(results: Results, name: str) -> list[Table]:
     return [main, lars, last, order]
 
 
-def figure(results: Results, name: str, path: Path) -> None:
-    """Accuracy by format, one panel for each number of nodes; and round-off by group size."""
+def figure(results: Results, name: str, path: Path) -> bool:
+    """Accuracy by format, one panel for each number of nodes; and round-off by group size.
+
+    Panels without a result are left out; returns whether there was one to draw.
+    """
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    drawing, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for panel, nodes in zip(axes, (8, 256), strict=False):
+    runs = {n: [Run(n), *(Run(n, f, a) for f in FORMATS for a in (True, False))] for n in (8, 256)}
+    shown = [n for n in runs if any(results.accuracies(run) for run in runs[n])]
+    groups = (*GROUP_SIZES, NODES)
+    ours = [results.errors(k) for k in groups]
+    panels = len(shown) + bool(ours[0])
+    if not panels:
+        return False
+    drawing, grid = pyplot.subplots(
+        1, panels, figsize=(4 * panels, 3.6), layout="constrained", squeeze=False
+    )
+    axes = grid[0]
+    for panel, nodes in zip(axes, shown, strict=False):
         reference = results.accuracies(Run(nodes))
         if reference:
             panel.axhline(statistics.fmean(reference), color="gray", linewidth=1, label="float32")
@@ -363,16 +393,16 @@ def figure(results: Results, name: str, path: Path) -> None:
         panel.set_title(f"{name}, {nodes} nodes")
         panel.set_ylabel("test accuracy, %")
         panel.legend(loc="lower left")
-    ticks = [*(str(k) for k in GROUP_SIZES), "ring"]
-    ours = [results.errors(k) for k in (*GROUP_SIZES, 256)]
-    if all(ours):
-        axes[2].plot(ticks, [statistics.median(each) for each in ours], "o-", label=name)
-    axes[2].plot(ticks, list(PAPER_ROUND_OFF.values()), "s--", color="gray", label="paper")
-    axes[2].set(title="first convolution, (5,2), APS, 256 nodes", xlabel="ranks in a group")
-    axes[2].set(ylabel="round-off error, %", ylim=(0, None))
-    axes[2].legend()
+    if ours[0]:
+        panel, ticks = axes[-1], [*(str(k) for k in GROUP_SIZES), "ring"]
+        panel.plot(ticks, [statistics.median(each) for each in ours], "o-", label=name)
+        panel.plot(ticks, list(PAPER_ROUND_OFF.values()), "s--", color="gray", label="paper")
+        panel.set(title="first convolution, (5,2), APS, 256 nodes", xlabel="ranks in a group")
+        panel.set(ylabel="round-off error, %", ylim=(0, None))
+        panel.legend()
     drawing.savefig(path, dpi=120)
     pyplot.close(drawing)
+    return True
 
 
 def main(
@@ -428,8 +458,8 @@ def main(
     results = Results(path, settings)
     for table in tables(results, name):
         console.print(table)
-    figure(results, name, out / "accuracy.png")
-    console.print(f"written to {path} and {out / 'accuracy.png'}")
+    drawn = figure(results, name, out / "accuracy.png")
+    console.print(f"written to {path}" + (f" and {out / 'accuracy.png'}" if drawn else ""))
 
 
 if __name__ == "__main__":

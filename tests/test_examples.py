@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -41,6 +43,32 @@ def test_the_accuracy_study_resumes_and_draws(tmp_path: Path) -> None:
     assert "4/4" in printed
     assert "paper: ResNet-50, ImageNet, 256 nodes" in printed
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_the_accuracy_study_leaves_out_what_is_no_result_and_draws_what_there_is(
+    tmp_path: Path,
+) -> None:
+    """No run is left to do, so that only the lines, tables and figure are worked on."""
+    study = runpy.run_path(str(EXAMPLES / "aps_accuracy.py"))
+    settings = study["Settings"]("digits", 3)
+    good = {"settings": vars(settings), "seed": 0, "key": "nodes8-fp32", "accuracy": 0.5}
+    bad: list[object] = [None, [], 3]
+    for change in ({"seed": None}, {"seed": [1]}, {"accuracy": "high"}, {"accuracy": None},
+                   {"key": None}, {"key": "round-off"}, {"key": "round-off", "errors": {"4": 1}},
+                   {"key": "round-off", "errors": 3}):  # fmt: skip
+        bad.append({**good, "seed": 7, **change})
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in (*bad, good, *bad)))
+    results = study["Results"](path, settings)
+    assert results.by_key == {"nodes8-fp32": {0: good}}
+    study["tables"](results, "digits")
+    how = ["--data", "digits", "--steps", "3", "--seeds", "1", "--out", str(tmp_path)]
+    assert "accuracy.png" in run("aps_accuracy.py", *how, "--only", "nodes8-fp32$")
+    shape = matplotlib.image.imread(tmp_path / "accuracy.png").shape
+    assert shape[:2] == (432, 480)  # one panel
+    (tmp_path / "accuracy.png").unlink()
+    path.write_text(json.dumps({**good, "key": "nodes8-fp32-lars"}))
+    assert "accuracy.png" not in run("aps_accuracy.py", *how, "--only", "nodes8-fp32-lars")
 
 
 def test_the_accuracy_study_says_which_data_it_needs() -> None:
