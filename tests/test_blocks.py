@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
+from pathlib import Path
 
 import gfloat
 import numpy as np
@@ -210,6 +212,19 @@ def test_floor_saturates_and_fit_does_not() -> None:
     assert quantize(x, "mxfp4_e2m1").unique().tolist() == [1.5]  # 1.9 / 0.25 is beyond 6
     assert quantize(x, "e2m1fn@32").unique().tolist() == [2.0]
     assert quantize(x, "mxfp4_e2m1", rounding="up").unique().tolist() == [1.5]
+
+
+def test_the_errors_on_the_page_are_measured(backend: str) -> None:
+    only_once(backend)
+    page = Path(__file__).parent.parent.joinpath("docs/formats.md").read_text(encoding="utf-8")
+    table = page.partition("| | `e4m3fn@32`")[2].partition("\n\n")[0]
+    names = ["e4m3fn@32", *re.findall("`(.*?)`", table.splitlines()[0])]
+    torch.manual_seed(0)
+    x = torch.randn(1_000_000)
+    spread = x * 2.0 ** (3 * torch.randn(1_000_000))
+    for row, numbers in zip(table.splitlines()[2:], (x, spread), strict=True):
+        errors = [float((quantize(numbers, n) - numbers).norm() / numbers.norm()) for n in names]
+        assert [float(cell) for cell in row.split("|")[2:-1]] == pytest.approx(errors, abs=6e-4)
 
 
 def test_a_tiny_block_vanishes_without_a_scale_of_its_own() -> None:
