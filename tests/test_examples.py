@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(name: str, *arguments: str, status: int = 0) -> str:
     """What it prints, on a wide terminal."""
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(EXAMPLES)}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=170, check=False
@@ -74,6 +74,58 @@ def test_the_accuracy_study_leaves_out_what_is_no_result_and_draws_what_there_is
 def test_the_accuracy_study_says_which_data_it_needs() -> None:
     printed = run("aps_accuracy.py", "--data", "nowhere", status=1)
     assert "'nowhere' is neither a known data set" in printed
+
+
+@pytest.mark.slow
+def test_the_ddp_study_trains_on_ranks_resumes_and_compares(tmp_path: Path) -> None:
+    how = ["--data", "digits", "--steps", "3", "--out", str(tmp_path)]
+    run("ddp_accuracy.py", *how, "--seeds", "1", "--only", "images-2ranks-float32")
+    path = tmp_path / "runs.jsonl"
+    first = path.read_text().splitlines()
+    assert len(first) == 1
+    foreign = ["[]", '{"task": []}', first[0].replace('"images"', '"sounds"'), '{"task": "ima']
+    path.write_text("\n".join([*first, *foreign]))
+    only = "images-2ranks-(float32|e2m1fn@32-feedback)|text-2ranks-float32"
+    printed = run("ddp_accuracy.py", *how, "--seeds", "2", "--only", only)
+    assert "5/5" in printed  # three times two seeds, and one was there
+    lines = path.read_text().splitlines()
+    assert lines[:5] == [*first, *foreign]
+    runs = [json.loads(line) for line in lines[5:]]
+    assert {(run["task"], run["method"], run["seed"]) for run in runs} == {
+        ("images", "float32", 1),
+        ("images", "e2m1fn@32-feedback", 0),
+        ("images", "e2m1fn@32-feedback", 1),
+        ("text", "float32", 0),
+        ("text", "float32", 1),
+    }
+    assert all(run["steps"] == 3 and run["seconds"] > 0 for run in runs)
+    sent = {run["method"]: run["bytes_sent_per_step"] for run in runs if run["task"] == "images"}
+    assert sent["e2m1fn@32-feedback"] < sent["float32"] / 7
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary[1]["method"] == "e2m1fn@32-feedback"
+    assert summary[1]["verdict"] in ("within", "better", "worse")
+    assert [row["verdict"] for row in summary[::2]] == ["", ""]  # float32 itself
+    assert "e2m1fn@32, error feedback" in (tmp_path / "tables.md").read_text()
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_the_ddp_study_ends_when_a_rank_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import ddp_accuracy as study, torch.distributed as dist, typer\n"
+        "def attach(method, model):\n"
+        "    if dist.get_rank() == 1:\n"
+        "        raise ValueError('out of luck')\n"
+        "    return lambda: 0.0\n"
+        "study.attach = attach\n"
+        "if __name__ == '__main__':\n"
+        "    typer.run(study.main)\n"
+    )
+    how = ["--data", "digits", "--steps", "2", "--seeds", "1", "--out", str(tmp_path / "out")]
+    printed = run(str(broken), *how, "--only", "images-2ranks-float32", status=1)
+    assert "ValueError: out of luck" in printed
+    assert "rank 1 of 2 failed" in printed
+    assert not (tmp_path / "out" / "accuracy.png").exists()
 
 
 def test_a_new_format_takes_one_file() -> None:
