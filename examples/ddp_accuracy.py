@@ -287,10 +287,13 @@ def work(
             entry = train(job, tasks[job.task], every[job.task])
             if rank == 0:
                 append_line(path, entry)
-        dist.destroy_process_group()
+        dist.barrier()  # no rank leaves while another one still needs it
     except Exception:
         traceback.print_exc()
         os._exit(1)  # at once, without waiting for ranks that wait for this one
+    # Nothing is left to tidy up, and one of many ranks once aborted while Python was shutting down
+    # ("terminate called without an active exception", as when a thread is ended inside C++ code).
+    os._exit(0)
 
 
 def launch(jobs: list[Job], every: dict[str, Settings], path: Path, console: Console) -> None:

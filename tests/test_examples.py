@@ -109,6 +109,7 @@ def test_the_ddp_study_trains_on_ranks_resumes_and_compares(tmp_path: Path) -> N
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_ddp_study_ends_when_a_rank_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(
