@@ -23,6 +23,7 @@ NAMES = {
     "encode",
     "format_of",
     "matmul",
+    "predict",
     "quantize",
     "quantize_",
 }

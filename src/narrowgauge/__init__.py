@@ -5,6 +5,7 @@ from narrowgauge import nn as nn
 from narrowgauge.codec import decode as decode
 from narrowgauge.codec import encode as encode
 from narrowgauge.collectives import all_reduce as all_reduce
+from narrowgauge.costmodel import predict as predict
 from narrowgauge.formats import BlockFormat as BlockFormat
 from narrowgauge.formats import FloatFormat as FloatFormat
 from narrowgauge.formats import IntFormat as IntFormat
