@@ -137,3 +137,73 @@ def test_doctor_reports_missing_packages() -> None:
     assert done.returncode == 0, done.stderr
     assert "pip install scikit-learn" in done.stdout
     assert "pip install matplotlib" in done.stdout
+
+
+PREDICT = ["predict", "--model", "resnet50", "--nodes", "256", "--bandwidth", "10gbit"]
+
+
+def test_predict_ends_with_the_verdict(tmp_path: Path) -> None:
+    figure = tmp_path / "steps.png"
+    result = runner.invoke(app, [*PREDICT, "--output", str(figure)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    for text in ("ResNet-50 at 10 Gbit/s", "ResNet-50 on 256 nodes", "78.51 ms a step, estimated"):
+        assert text in result.output
+    assert "e5m2 is worth it" in result.output.splitlines()[-1]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_predict_counts_the_steps_of_a_two_level_reduction() -> None:
+    arguments = ["--algorithm", "two-level", "--group-size", "16", "--compute-ms", "60"]
+    result = runner.invoke(app, [*PREDICT, *arguments], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert [
+        line for line in result.output.splitlines() if line.startswith("256") and " 90 " in line
+    ]
+    assert "Computation: 60 ms a step." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "alexnet"], "model is 'alexnet'; allowed: resnet50, vgg16"),
+        (["--nodes", "5000"], "nodes is 5000; allowed: 1 to 4096"),
+        (["--bandwidth", "quick"], "bandwidth is 'quick'; allowed"),
+        (["--format", "tf32"], "format 'tf32' cannot travel"),
+        (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--calibration", "pyproject.toml"], "pyproject.toml holds no calibration"),
+        (["--algorithm", "two-level", "--group-size", "7"], "does not divide 256 nodes"),
+    ],
+)
+def test_what_predict_refuses_is_one_sentence(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, [*PREDICT, *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_calibration_feeds_a_prediction(tmp_path: Path) -> None:
+    file = str(tmp_path / "link.json")
+    command = [sys.executable, "-m", "narrowgauge.cli", "calibrate", "--nproc", "2"]
+    done = subprocess.run(
+        [*command, "--repeats", "1", "--output", file], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The link between 2 ranks" in done.stdout
+    arguments = ["predict", "--model", "gpt2", "--nodes", "2", "--calibration", file]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "GPT-2 small on 2 nodes at" in result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there are no ranks; pass --nproc 2, or start it on every node with torchrun"),
+        (["--nproc", "1"], "1 rank has no link to measure"),
+        (["--nproc", "2", "--repeats", "0"], "repeats is 0; at least 1 is needed"),
+    ],
+)
+def test_what_calibrate_refuses_is_one_sentence(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -24,7 +24,15 @@ FLOORS = [
     {"cli"},
 ]
 ALSO = {("rounding", "codec"), ("matmul", "codec"), ("nn", "ledger"), ("collectives", "ledger")}
-KNOW_DISTRIBUTED = {"collectives", "gradients", "operators", "parameters", "inputs", "demo"}
+KNOW_DISTRIBUTED = {
+    "collectives",
+    "gradients",
+    "operators",
+    "parameters",
+    "inputs",
+    "costmodel",
+    "demo",
+}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``narrowgauge demo``, ``formats``, ``doctor``.
+"""The command line: ``narrowgauge demo``, ``formats``, ``calibrate``, ``predict``, ``doctor``.
 
 Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
 Imports that take time (torch's launcher, scikit-learn) are made by the command that needs them.
@@ -21,6 +21,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from narrowgauge import costmodel
+from narrowgauge.collectives.link import Link
+from narrowgauge.costmodel import Prediction
+from narrowgauge.costmodel.networks import NETWORKS
+from narrowgauge.costmodel.prediction import bandwidth_text
 from narrowgauge.formats import (
     BlockFormat,
     FloatFormat,
@@ -29,7 +34,7 @@ from narrowgauge.formats import (
     format_of,
     known_formats,
 )
-from narrowgauge.report import Table
+from narrowgauge.report import Figure, Series, Table, bytes_text, curves
 
 app = typer.Typer(
     name="narrowgauge",
@@ -142,6 +147,108 @@ def formats(
 
 
 @app.command()
+def calibrate(
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start on this machine; leave it out under torchrun."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements; medians are kept.")] = 5,
+    output: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path("link.json"),
+) -> None:
+    """Measure latency, bandwidth and codec between ranks, for predict --calibration."""
+    from narrowgauge.costmodel.calibration import CalibrationError
+    from narrowgauge.costmodel.calibration import calibrate as measure
+
+    try:
+        found = measure(nproc, repeats)
+        if found is None:  # the first rank reports for all
+            return
+        found.save(output)
+    except (CalibrationError, OSError) as error:
+        _fail(str(error), 2)
+    _console.print(_link_table(found.link, found.ranks).rich())
+    _console.print(f"Written to {output}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def predict(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(NETWORKS)}.")],
+    nodes: Annotated[int, typer.Option(help="How many train together, 1 to 4096.")],
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of a node's link, such as 10gbit; needed unless calibrated.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="Of the compressed gradients.")] = "e5m2",
+    baseline: Annotated[str, typer.Option(help="What to compare with: fp32 or bf16.")] = "fp32",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file of narrowgauge calibrate.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Microseconds of a small message; 50 unless calibrated.")
+    ] = None,
+    algorithm: Annotated[
+        str, typer.Option(help="Of the compressed all-reduce: two-shot, ring or two-level.")
+    ] = "two-shot",
+    baseline_algorithm: Annotated[
+        str, typer.Option(help="Of the baseline's: ring, two-shot or two-level.")
+    ] = "ring",
+    group_size: Annotated[int, typer.Option(help="Nodes per group of a two-level one.")] = 16,
+    compute_ms: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds of forward and backward pass; else from batch, tflops."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples per node and step.")] = 32,
+    tflops: Annotated[float, typer.Option(help="10^12 operations a node makes per second.")] = 10.0,
+    at_least: Annotated[float, typer.Option(help="Worth it from how many percent on.")] = 5.0,
+    output: Annotated[Path | None, typer.Option(help="A PNG: step time by bandwidth.")] = None,
+) -> None:
+    """Say what a training step takes over a network, and whether a narrow format is worth it."""
+    from narrowgauge.costmodel.calibration import Calibration, CalibrationError
+
+    try:
+        link = None if calibration is None else Calibration.load(calibration).link
+        given = bandwidth or (8 * link.bytes_per_second if link else None)
+
+        def at(nodes: int, bandwidth: float | str | None) -> Prediction:
+            return costmodel.predict(
+                model,
+                nodes=nodes,
+                bandwidth=bandwidth,
+                latency=None if latency_us is None else latency_us * 1e-6,
+                link=link,
+                format=format,
+                baseline=baseline,  # type: ignore[arg-type]  # checked there
+                algorithm=algorithm,  # type: ignore[arg-type]
+                baseline_algorithm=baseline_algorithm,  # type: ignore[arg-type]
+                group_size=group_size,
+                compute_seconds=None if compute_ms is None else compute_ms * 1e-3,
+                batch=batch,
+                operations_per_second=tflops * 1e12,
+                at_least=at_least / 100,
+            )
+
+        asked = at(nodes, bandwidth)
+        grouped = "two-level" in (algorithm, baseline_algorithm)
+        smallest = group_size if grouped else 1
+        counts = [smallest << power for power in range(1, 13) if smallest << power < nodes]
+        by_nodes = [at(count, bandwidth) for count in counts] + [asked]
+        rates = sorted({1e8, 1e9, 1e10, 2.5e10, 1e11, costmodel.bits_per_second(given or 0)})
+        by_rate = [at(nodes, rate) for rate in rates]
+        if output is not None:
+            _step_figure(asked, [at(nodes, 1e8 * 10 ** (n / 10)) for n in range(31)]).save(output)
+    except (CalibrationError, ValueError, OSError) as error:
+        _fail(str(error), 2)
+    where = bandwidth_text(asked.bandwidth)
+    _console.print(_step_table(f"{asked.model} at {where}", "nodes", by_nodes).rich())
+    _console.print(_step_table(f"{asked.model} on {nodes} nodes", "bandwidth", by_rate).rich())
+    _console.print(
+        f"Computation: {asked.compute_seconds * 1e3:.4g} ms a step"
+        f"{'' if compute_ms else ', estimated; --compute-ms takes a measured one'}.",
+        markup=False,
+    )
+    _console.print(asked.worth_it, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def doctor() -> None:
     """Say which parts are in use here, what is missing, and how to get it."""
     from narrowgauge.doctor import examine
@@ -184,6 +291,59 @@ def _complain(message: str) -> None:
 def _fail(message: str, code: int) -> NoReturn:
     _complain(message)
     raise typer.Exit(code)
+
+
+def _link_table(link: Link, ranks: int) -> Table:
+    rows = [
+        ["latency of an exchange", f"{link.latency * 1e6:.4g} µs"],
+        ["bandwidth", bandwidth_text(8 * link.bytes_per_second)],
+        ["codec, float32", f"{link.codec_bytes_per_second / 1e9:.3g} GB/s"],
+        ["latency of a step of Gloo's ring", f"{link.float32_latency * 1e6:.4g} µs"],
+        ["bandwidth of Gloo's ring", bandwidth_text(8 * link.float32_bytes_per_second)],
+        ["wire time that hides behind work", f"{link.wire_overlap:.0%}"],
+        ["codec time that hides behind work", f"{link.codec_overlap:.0%}"],
+    ]
+    return Table(f"The link between {ranks} ranks", ["what", "measured"], rows)
+
+
+def _step_table(title: str, first: str, predictions: list[Prediction]) -> Table:
+    some = predictions[0]
+    rows = [
+        [
+            str(found.nodes) if first == "nodes" else bandwidth_text(found.bandwidth),
+            *(f"{s.seconds * 1e3:.4g}" for s in (found.float32, found.bf16, found.narrow)),
+            f"{found.narrow.exposed_seconds * 1e3:.4g}",
+            bytes_text(found.narrow.bytes_sent),
+            str(found.narrow.steps),
+            f"{found.speed_up:.2f}",
+        ]
+        for found in predictions
+    ]
+    columns = [first, "fp32", "bf16", some.format, "exposed", "sent", "steps", "speed-up"]
+    notes = [
+        f"Milliseconds a step; fp32 and bf16 by {some.baseline_algorithm}, {some.format} by "
+        f"{some.algorithm}. Exposed (ms that the backward pass does not hide), sent (by the "
+        f"busiest node), steps (of an all-reduce): in {some.format}. Speed-up: to {some.baseline}."
+    ]
+    return Table(title, columns, rows, notes)
+
+
+def _step_figure(asked: Prediction, by_rate: list[Prediction]) -> Figure:
+    x = [found.bandwidth / 1e9 for found in by_rate]
+    lines = [
+        ("fp32", [found.float32.seconds * 1e3 for found in by_rate]),
+        ("bf16", [found.bf16.seconds * 1e3 for found in by_rate]),
+        (asked.format, [found.narrow.seconds * 1e3 for found in by_rate]),
+        ("computation alone", [found.compute_seconds * 1e3 for found in by_rate]),
+    ]
+    return curves(
+        [Series(label, x, y, dashed=label == "computation alone") for label, y in lines],
+        caption=asked.worth_it,
+        x_label="bandwidth of a node's link (Gbit/s)",
+        y_label="predicted step (ms)",
+        log_x=True,
+        log_y=True,
+    )
 
 
 def _format_table(formats: list[Format]) -> Table:

@@ -172,6 +172,7 @@ def curves(
     caption: str,
     x_label: str,
     y_label: str,
+    log_x: bool = False,
     log_y: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> Figure:
@@ -182,6 +183,7 @@ def curves(
         caption: see :class:`Figure`.
         x_label: what lies on the horizontal axis, with its unit.
         y_label: what lies on the vertical axis, with its unit.
+        log_x: whether the horizontal axis is logarithmic.
         log_y: whether the vertical axis is logarithmic.
         y_range: lower and upper end of the vertical axis; ``None`` fits the lines.
     """
@@ -204,6 +206,7 @@ def curves(
                 )
         axes.set_xlabel(_plain(x_label))
         axes.set_ylabel(_plain(y_label))
+        axes.set_xscale("log" if log_x else "linear")
         axes.set_yscale("log" if log_y else "linear")
         if y_range is not None:
             axes.set_ylim(*y_range)
