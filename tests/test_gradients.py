@@ -409,3 +409,13 @@ def test_keep_takes_names_modules_and_patterns_first_match_wins() -> None:
         "conv.bias": "bf16",
         "conv.weight": "int8",
     }
+
+
+def test_keep_of_another_type_is_refused() -> None:
+    for keep, text in (
+        (["fc"], "keep is list; it must be a dict from names to formats, such as"),
+        ([], "keep is list; it must be a dict from names to formats, such as"),
+        ({0: "fp32"}, "keep has the key 0, which is int; it must be a str: a parameter's name, a"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            parameter_formats(["fc.weight"], "e4m3", keep)  # type: ignore[arg-type]

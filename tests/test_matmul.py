@@ -580,6 +580,8 @@ def test_errors_say_what_is_allowed(backend: str) -> None:
         ({"multiply": "int4@8"}, ValueError, "one by one; use its elements' format int4"),
         ({"accumulate": "e8m0"}, ValueError, "accumulate is e8m0, which has no sign and no zero"),
         ({"multiply": "e5m2", "fused": True}, ValueError, "multiply is e5m2, but fused=True keeps"),
+        ({"fused": "no"}, TypeError, "fused is 'no'; it must be True or False"),
+        ({"compensated": None}, TypeError, "compensated is None; it must be True or False"),
         ({"chunk": 0}, ValueError, "chunk is 0; it must be an integer of at least 1"),
         ({"chunk": 1.5}, ValueError, "chunk is 1.5; it must be an integer"),
         ({"rounding": "nearest"}, ValueError, "rounding is 'nearest'; allowed: 'nearest-even'"),

@@ -82,6 +82,9 @@ def _sums(
     prefix: str,
 ) -> tuple[str | None, str, bool, int, str]:
     """What the operator wants to know of these."""
+    for name, value in (("fused", fused), ("compensated", compensated)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{prefix}{name} is {value!r}; it must be True or False")
     sums = "fp32" if accumulate is None else _named(accumulate, f"{prefix}accumulate")[0]
     products = sums if multiply is None else _named(multiply, f"{prefix}multiply")[0]
     if fused and multiply is not None:
@@ -92,7 +95,7 @@ def _sums(
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"{prefix}chunk is {chunk!r}; it must be an integer of at least 1")
     check_rounding(rounding)
-    return None if fused else products, sums, bool(compensated), chunk, rounding
+    return None if fused else products, sums, compensated, chunk, rounding
 
 
 def _operands(operands: Operands) -> list[tuple[str | None, bool]]:
@@ -156,7 +159,8 @@ def matmul(
     products.
 
     Raises:
-        TypeError: a dtype that is not allowed, or two of them.
+        TypeError: a dtype that is not allowed, or two of them; ``fused`` or ``compensated`` is not
+            a bool.
         ValueError: shapes that do not fit; an unknown format or rounding; a format without a sign,
             or with blocks for products or sums; ``multiply`` with ``fused``; ``chunk`` below 1.
     """
