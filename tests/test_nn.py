@@ -22,6 +22,7 @@ from narrowgauge.nn import (
     Linear,
     MultiheadAttention,
     Quantizer,
+    convert,
 )
 from tests.matmul_by_hand import element, float_of, number_of, rounded, total
 from tests.numbers_by_hand import same
@@ -435,6 +436,68 @@ def test_layers_that_round_ignore_autocast(make: Any, shape: tuple[int, ...]) ->
             assert run(make(None), x).dtype == torch.bfloat16  # nothing rounded: torch's own
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float64])
+@pytest.mark.parametrize(("make", "shape"), list(zip(LAYERS, INPUTS, strict=True)))
+def test_in_autocast_other_dtypes_are_refused_as_outside(
+    make: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    layer = make(LayerFormats("e4m3"))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=f"the input is {dtype} and the layer's weight torch.float"),
+    ):
+        run(layer, torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize("formats", [LayerFormats(**STORED), LayerFormats(accumulate="bf16")])
+@pytest.mark.parametrize(("make", "shape"), list(zip(LAYERS, INPUTS, strict=True)))
+def test_backward_ignores_autocast_too(
+    make: Any, shape: tuple[int, ...], formats: LayerFormats
+) -> None:
+    layer, x = make(formats), torch.randn(shape, requires_grad=True)
+    outside = torch.autograd.grad(run(layer, x).sin().sum(), [x, *layer.parameters()])
+    loss = run(layer, x).sin().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert all(same(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_of_rounded_operands_has_torchs_bits_and_gradients_of_gradients(
+    shape: tuple[int, ...], bias: bool
+) -> None:
+    layer = Linear(6, 4, bias, formats=LayerFormats("fp16", "fp16"))
+    plain = nn.Linear(6, 4, bias)
+    with torch.no_grad():
+        for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            theirs.copy_(ours.copy_(quantize(ours, "fp16")))
+    x = quantize(torch.randn(shape), "fp16").requires_grad_()
+    results = []
+    for each in (layer, plain):
+        out = each(x)
+        first = torch.autograd.grad(out.sin().sum(), [x, *each.parameters()], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, each.weight])
+        results.append(([out.relu_(), *first], second))
+    (ours, our_second), (theirs, their_second) = results
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    torch.testing.assert_close(our_second, their_second)
+
+
+@pytest.mark.parametrize(("make", "shape"), list(zip(LAYERS, INPUTS, strict=True)))
+def test_without_formats_float64_has_torchs_bits(make: Any, shape: tuple[int, ...]) -> None:
+    layer = make(LayerFormats()).double()
+    plain = getattr(nn, type(layer).__name__).__new__(getattr(nn, type(layer).__name__))
+    plain.__dict__.update(copy.deepcopy(layer).__dict__)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    how = {"need_weights": False} if isinstance(layer, MultiheadAttention) else {}
+    results = []
+    for each in (layer, plain):
+        out = each(x, x, x, **how)[0] if how else each(x)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [x, *each.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("make", "shape"), list(zip(LAYERS, INPUTS, strict=True)))
 def test_float64_rounds_operands_and_refuses_simulated_sums(
     make: Any, shape: tuple[int, ...]
@@ -461,6 +524,13 @@ def test_errors_of_formats_say_what_is_allowed() -> None:
         ({"accumulate": "mxfp8_e4m3"}, ValueError, "accumulate is mxfp8_e4m3, a block format"),
         ({"accumulate": "e8m0"}, ValueError, "accumulate is e8m0, which has no sign"),
         ({"multiply": "e5m2", "fused": True}, ValueError, "multiply is e5m2, but fused=True"),
+        ({"fused": "no"}, TypeError, "fused is 'no'; it must be True or False"),
+        ({"compensated": 1}, TypeError, "compensated is 1; it must be True or False"),
+        (
+            {"backward": MatmulBackward(fused="no")},  # type: ignore[arg-type]
+            TypeError,
+            "backward.fused is 'no'; it must be",
+        ),
         ({"chunk": 0}, ValueError, "chunk is 0; it must be an integer of at least 1"),
         ({"rounding": "nearest"}, ValueError, "rounding is 'nearest'; allowed: 'nearest-even'"),
         ({"backward": "e5m2"}, TypeError, "backward is str; it must be a MatmulBackward"),
@@ -482,6 +552,33 @@ def test_errors_of_inputs_say_what_is_allowed() -> None:
         conv(torch.ones(2, 4, 9, 9))
     with pytest.raises(ValueError, match=r"padded input has size \(4, 9\), but .*\(5, 5\)"):
         conv(torch.ones(2, 3, 4, 9))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kernel_size": 0}, r"kernel_size is \(0, 0\); each must be an integer of at least 1"),
+        ({"stride": (1, 0)}, r"stride is \(1, 0\); each must be an integer of at least 1"),
+        ({"dilation": 0}, r"dilation is \(0, 0\); each must be an integer of at least 1"),
+        ({"padding": -1}, r"padding is \(-1, -1\); each must be an integer of at least 0"),
+    ],
+)
+def test_convolutions_that_torch_refuses_are_refused(options: dict[str, Any], text: str) -> None:
+    options = {"kernel_size": 2, **options}
+    with pytest.raises(ValueError, match=text):
+        Conv2d(1, 1, **options, formats=EXACT)
+    converted = convert(nn.Conv2d(1, 1, **options), EXACT)
+    with pytest.raises(ValueError, match=text):
+        converted(torch.ones(1, 1, 4, 4))
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="the input is list; it must be a"):
+        Linear(1, 1, formats=EXACT)([1.0])
+    attention = MultiheadAttention(4, 2, formats=EXACT)
+    with pytest.raises(TypeError, match="key is NoneType; it must be a"):
+        attention(torch.ones(3, 2, 4), None, None)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -48,8 +48,6 @@ def test_attention_means_what_it_means_in_torch(options: dict[str, Any], batch_f
     ]
     both = (True,) if options.get("dropout") else (True, False)  # fused kernels draw differently
     for mask, weights, average in itertools.product(masks, both, (True, False)):
-        if mask.get("is_causal") and not weights:
-            continue  # torch takes the hint and forgets the mask
         how = {"need_weights": weights, "average_attn_weights": average, **mask}
         inputs = [x if batch_first else x.transpose(0, 1) for x in (query, key, value)]
         compare_attention(layer, plain, inputs, how)
@@ -58,6 +56,20 @@ def test_attention_means_what_it_means_in_torch(options: dict[str, Any], batch_f
     if "kdim" not in options:
         compare_attention(layer, plain, [inputs[0]] * 3, {})
         compare_attention(layer, plain, [inputs[0], inputs[1], inputs[1]], {})
+
+
+def test_a_causal_hint_hides_what_it_hides_in_torch() -> None:
+    """Without weights the hint is taken for the mask; then it hides the added keys as well."""
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}, {}):
+        layer = MultiheadAttention(8, 2, **options, formats=EXACT)
+        plain = nn.MultiheadAttention(8, 2, **options)
+        plain.load_state_dict(layer.state_dict())
+        x, keys = torch.randn(5, 3, 8), torch.randn(3, 3, 8)
+        for need in (True, False):
+            how = {"is_causal": True, "need_weights": need}
+            causal = nn.Transformer.generate_square_subsequent_mask(5)
+            compare_attention(layer, plain, [x, x, x], {"attn_mask": causal, **how})
+            compare_attention(layer, plain, [x, keys, keys], {"attn_mask": causal[:, :3], **how})
 
 
 def compare_attention(

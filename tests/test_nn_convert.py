@@ -236,9 +236,33 @@ def test_a_part_of_an_encoder_that_is_given_nested_tensors_says_so() -> None:
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with (
         torch.no_grad(),
-        pytest.raises(TypeError, match="convert the whole encoder, or build it with enable_nested"),
+        pytest.raises(TypeError, match=r"whole encoder .again, if"),
     ):
         model(torch.randn(2, 5, 8), src_key_padding_mask=padding)
+
+
+def test_fp32_rounds_float64_in_evaluation_too() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    early = convert(copy.deepcopy(layer), LayerFormats("fp32", "fp32")).double()
+    late = convert(copy.deepcopy(layer).double(), LayerFormats("fp32", "fp32"))
+    expected = early(x).detach()  # gradients keep fused kernels away
+    assert not torch.equal(expected, layer.double()(x))
+    with torch.no_grad():
+        assert torch.equal(early(x), expected)
+        assert torch.equal(late(x), expected)
+        assert not early.float().linear1._forward_pre_hooks
+    assert not convert(layer, LayerFormats()).linear1._forward_pre_hooks  # in no dtype
+
+
+def test_a_shallow_copy_is_deconverted_alone() -> None:
+    layer = convert(nn.Linear(2, 2), NARROW)
+    other = deconvert(copy.copy(layer))
+    assert type(other) is nn.Linear
+    assert not other._forward_pre_hooks
+    assert layer.formats == NARROW
+    assert len(layer._forward_pre_hooks) == 1
 
 
 def test_layers_made_by_hand_are_used_too() -> None:
@@ -282,6 +306,29 @@ def test_subclasses_are_refused_unless_left_out() -> None:
     assert model[2].formats == LayerFormats()
 
 
+def test_a_lazy_layer_is_to_be_called_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="'0' is a LazyLinear, whose size is not known yet; call"):
+        convert(model, NARROW)
+    model(torch.ones(1, 3))
+    assert type(convert(model, NARROW)[0]) is Linear
+
+
+def test_a_projection_of_attention_used_elsewhere_is_not_passed_over() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
+    model["head"] = model["attention"].out_proj
+    for formats in (NARROW, {"head": NARROW}):
+        with pytest.raises(ValueError, match=r"'head' is a NonDyn.* make 'head' an nn.Linear with"):
+            convert(model, formats)
+    assert type(model["attention"]) is nn.MultiheadAttention  # nothing was changed
+    convert(model, {"head": None, "*": NARROW})
+    assert type(model["attention"]) is MultiheadAttention
+    head = nn.Linear(4, 4)
+    model["attention"].out_proj = model["head"] = head
+    convert(model, NARROW)
+    assert type(head) is Linear
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_parametrizations_come_after_converting() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
@@ -316,6 +363,7 @@ def test_errors_say_what_is_allowed() -> None:
         (model, {"attention.out_proj": NARROW}, ValueError, part),
         (nn.ReLU(), NARROW, ValueError, "matches no Linear.* Layers: none"),
         (model, {"encoder": "e4m3"}, TypeError, r"formats\['encoder'\] is str; it must be a"),
+        (model, {0: NARROW}, TypeError, "formats has the key 0, which is int; it must be a str: a"),
         (model, "e4m3", TypeError, "formats is str; it must be a LayerFormats, or a dict"),
         ([nn.Linear(1, 1)], NARROW, TypeError, "model is list; it must be a torch.nn.Module"),
     ]

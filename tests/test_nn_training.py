@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from narrowgauge.nn import LayerFormats, Quantizer, convert
+from narrowgauge.nn import LayerFormats, MultiheadAttention, Quantizer, convert
 from tests.ranks import run_ranks
 from tests.test_nn_convert import MODELS, all_same, encoder_layer, everything
 
@@ -82,6 +82,22 @@ def test_compiled_it_gives_the_same_bits(
     assert all_same(everything(compiled, x), everything(model, x))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert torch.equal(compiled.eval()(x), model.eval()(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("formats", [STORED, SUMS])
+def test_compiled_attention_takes_batches_of_any_size(formats: LayerFormats) -> None:
+    torch._dynamo.reset()
+    layer = MultiheadAttention(8, 2, batch_first=True, formats=formats)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    padding = torch.zeros(7, 5, dtype=torch.bool)
+    padding[:, 3:] = True
+    for batch in (2, 3, 7):
+        x = torch.randn(batch, 5, 8)
+        how = {"key_padding_mask": padding[:batch], "attn_mask": torch.zeros(5, 5)}
+        assert torch.equal(compiled(x, x, x, **how)[0], layer(x, x, x, **how)[0])
+        compiled(x, x, x)[0].sum().backward()
 
 
 @pytest.mark.slow

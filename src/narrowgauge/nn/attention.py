@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from narrowgauge.nn import products
 from narrowgauge.nn.layer_formats import LayerFormats
-from narrowgauge.nn.layers import RoundedLayer, in_autocast, without_autocast
+from narrowgauge.nn.layers import RoundedLayer, as_input
 
 _SCORES, _CONTEXT = ("activations", "activations"), ("activations", "activations")
 
@@ -75,15 +75,14 @@ class MultiheadAttention(RoundedLayer, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Arguments, shapes and results as in torch."""
         masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if not self.formats.rounds and query.dtype != torch.float64:
+        dtype = self.out_proj.weight.dtype
+        if not self.formats.rounds_in(dtype):
             outputs: tuple[Tensor, Tensor | None] = super().forward(query, key, value, *masks)
             return outputs
-        if not in_autocast(query.device):
-            return self._rounded_forward(query, key, value, *masks)
-        dtype = self.out_proj.weight.dtype
-        wide = {id(x): x.to(dtype) for x in (query, key, value)}  # the same stay the same
-        query, key, value = wide[id(query)], wide[id(key)], wide[id(value)]
-        with without_autocast(query.device):
+        named = (("query", query), ("key", key), ("value", value))
+        taken = {id(x): as_input(x, name, dtype) for name, x in named}  # the same stay the same
+        query, key, value = taken[id(query)], taken[id(key)], taken[id(value)]
+        with products.without_autocast(query.device):
             return self._rounded_forward(query, key, value, *masks)
 
     def _rounded_forward(
@@ -121,7 +120,13 @@ class MultiheadAttention(RoundedLayer, nn.MultiheadAttention):
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         q = q * math.sqrt(1 / self.head_dim)
         scores = products.product(q, k.transpose(-2, -1), _SCORES, formats)
-        for mask in self._masks(key_padding_mask, attn_mask, q, k.shape[2]):
+        if is_causal and key_padding_mask is None and not need_weights:
+            # As torch does: the hint is taken for the mask, and hides added keys as well.
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            masks = [_additive("attn_mask", hidden, q.dtype)]
+        else:
+            masks = self._masks(key_padding_mask, attn_mask, q, k.shape[2])
+        for mask in masks:
             scores = scores + mask
         weights = _softmax(scores, need_weights)
         weights = F.dropout(weights, self.dropout, self.training)
@@ -188,19 +193,26 @@ class MultiheadAttention(RoundedLayer, nn.MultiheadAttention):
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-    shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         raise ValueError(
-            f"query, key and value have shapes {shapes}; all must have 3 dimensions, or without a "
-            "batch 2"
+            f"query, key and value have shapes {_shapes(query, key, value)}; all must have 3 "
+            "dimensions, or without a batch 2"
         )
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"query, key and value have shapes {shapes}; there is a value per key")
+        raise ValueError(
+            f"query, key and value have shapes {_shapes(query, key, value)}; there is a value per "
+            "key"
+        )
     if padding is not None and padding.dim() != query.dim() - 1:
         raise ValueError(
             f"key_padding_mask has {padding.dim()} dimensions; with a query of {query.dim()} "
             f"dimensions it must have {query.dim() - 1}"
         )
+
+
+def _shapes(*tensors: Tensor) -> str:
+    """Called where an error is raised only: a compiler cannot make text of a variable size."""
+    return ", ".join(str(tuple(x.shape)) for x in tensors)
 
 
 def _additive(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.nn.attention import MultiheadAttention
 from narrowgauge.nn.layer_formats import LayerFormats
@@ -65,6 +66,11 @@ def convert(model: Model, formats: LayerFormats | Mapping[str, LayerFormats | No
             "to them"
         )
     for pattern, value in formats.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"formats has the key {pattern!r}, which is {type(pattern).__name__}; it must be a "
+                "str: a layer's name, a module's name, or a pattern such as '*.attn'"
+            )
         if value is not None and not isinstance(value, LayerFormats):
             raise TypeError(
                 f"formats[{pattern!r}] is {type(value).__name__}; it must be a LayerFormats or None"
@@ -113,11 +119,12 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     found: dict[nn.Module, list[str]] = {}
     parts = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _KINDS):
+        if isinstance(module, _KINDS) and name not in parts:
             found.setdefault(module, []).append(name)
         if isinstance(module, nn.MultiheadAttention):
-            parts.add(module.out_proj)  # attention reads its weights and never calls it
-    return [(layer, names) for layer, names in found.items() if layer not in parts]
+            # Under this name attention reads its weights and never calls it.
+            parts.add(f"{name}.out_proj" if name else "out_proj")
+    return list(found.items())
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -135,7 +142,7 @@ def _check_pattern(
     if any(_matches(name, pattern) for name in names):
         return
     kinds = ", ".join(kind.__name__ for kind in _TWINS)
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if name == pattern and isinstance(module, nn.Linear):  # and yet not among the layers
             raise ValueError(
                 f"formats names {pattern!r}, which is a part of {name.rpartition('.')[0]!r}, a "
@@ -157,6 +164,17 @@ def _check_class(layer: nn.Module, name: str) -> None:
         raise ValueError(
             f"layer {name!r} is parametrized; convert it before that, or leave it out with "
             f"{{{name!r}: None, …}}"
+        )
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        raise ValueError(
+            f"layer {name!r} is a {type(layer).__name__}, whose size is not known yet; call the "
+            f"model once before converting, or leave it out with {{{name!r}: None, …}}"
+        )
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            f"layer {name!r} is a {type(layer).__name__}, as is the out_proj of a "
+            f"MultiheadAttention, which it is a part of; make {name!r} an nn.Linear with the same "
+            f"parameters, or leave it out with {{{name!r}: None, …}}"
         )
     base = next(original for original in _TWINS if isinstance(layer, original))
     raise ValueError(
@@ -191,7 +209,7 @@ def _keep_encoders_dense(model: nn.Module) -> None:
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):
             continue
-        rounds = any(isinstance(x, RoundedLayer) and x.formats.rounds for x in encoder.modules())
+        rounds = any(isinstance(x, RoundedLayer) and x.rounds for x in encoder.modules())
         if rounds and getattr(encoder, "use_nested_tensor", False):
             encoder.__dict__[_NESTED] = encoder.use_nested_tensor
             encoder.use_nested_tensor = False

@@ -65,6 +65,8 @@ class LayerFormats:
     """Whether torch's own products of rounded operands are what is asked for."""
     rounds: bool = field(init=False, repr=False, compare=False)
     """Whether anything at all differs from torch's own layer in float32."""
+    rounds_float64: bool = field(init=False, repr=False, compare=False)
+    """The same in float64, which fp32 rounds too."""
     forward_sums: dict[str, Any] = field(init=False, repr=False, compare=False)
     """Keywords of ``matmul`` for forward products."""
     backward_sums: dict[str, Any] = field(init=False, repr=False, compare=False)
@@ -105,6 +107,12 @@ class LayerFormats:
                 sums[name] = None if sums[name] is None else format_of(sums[name]).name
         self._set("native", not blocks and _native(forward) and _native(backward))
         self._set("rounds", not self.native or not set(stored.values()) <= {None, "fp32"})
+        named = {*stored.values(), forward["accumulate"], backward["accumulate"]}
+        self._set("rounds_float64", self.rounds or named != {None})
+
+    def rounds_in(self, dtype: torch.dtype) -> bool:
+        """Whether anything differs from torch's own layer with parameters of this dtype."""
+        return self.rounds_float64 if dtype == torch.float64 else self.rounds
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

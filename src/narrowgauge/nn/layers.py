@@ -7,12 +7,14 @@ costs a pass over the weights in each forward and keeps small updates from being
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge import codec
 from narrowgauge.formats import FormatLike, format_of
 from narrowgauge.kernels.grid import check_rounding
 from narrowgauge.nn import products
@@ -68,7 +70,8 @@ def _stay_visible(module: nn.Module, args: tuple[Any, ...]) -> None:
     if any(isinstance(x, Tensor) and x.is_nested for x in args):
         raise TypeError(
             "the input is a nested tensor; it must be a dense one. If torch.nn.TransformerEncoder "
-            "made it, convert the whole encoder, or build it with enable_nested_tensor=False"
+            "made it, convert the whole encoder (again, if it was in another dtype then), or build "
+            "it with enable_nested_tensor=False"
         )
 
 
@@ -90,17 +93,40 @@ class RoundedLayer(nn.Module):
                 f"formats is {type(formats).__name__}; it must be a narrowgauge.nn.LayerFormats, "
                 "such as LayerFormats(weights='e4m3', activations='e4m3')"
             )
-        self.forget_formats()
         self.__dict__["_formats"] = formats
-        if formats.rounds:
-            self.register_forward_pre_hook(_stay_visible)
+        self._update_hook()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything differs from torch's own layer, in the dtype the parameters have."""
+        return self.formats.rounds or any(
+            self.formats.rounds_in(x.dtype) for x in self.parameters()
+        )
 
     def forget_formats(self) -> None:
         """Leave nothing behind of what setting ``formats`` added."""
-        self.__dict__.pop("_formats", None)
+        self.formats = LayerFormats()
+        del self.__dict__["_formats"]
+
+    def _update_hook(self) -> None:
         hooks = self._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _stay_visible]:
-            del hooks[key]
+        ours = [key for key, hook in hooks.items() if hook is _stay_visible]
+        if self.rounds and not ours:
+            self.register_forward_pre_hook(_stay_visible)
+        elif not self.rounds:
+            for key in ours:
+                del hooks[key]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RoundedLayer:
+        """What ``double()`` and the like call: fp32 rounds float64, though not float32."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._update_hook()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy hooks of its own: ``copy.copy`` lets it share the dictionary."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._forward_pre_hooks = self._forward_pre_hooks.copy()
 
     def extra_repr(self) -> str:
         """That of torch's layer, and the formats."""
@@ -108,14 +134,15 @@ class RoundedLayer(nn.Module):
         return f"{inherited}{', ' if inherited else ''}formats={self.formats}"
 
 
-def in_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for tensors of this device."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def as_input(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """``x`` for weights of this dtype: what autocast would convert comes in theirs.
 
-
-def without_autocast(device: torch.device) -> torch.autocast:
-    """Layers that round ignore autocast: what they compute in is said by their formats."""
-    return torch.autocast(device.type, enabled=False)
+    Raises:
+        TypeError: ``x`` is not a dense tensor.
+    """
+    codec.check_tensor(x, name)
+    casts = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return x.to(dtype) if casts and products.in_autocast(x.device) else x
 
 
 class Linear(RoundedLayer, nn.Linear):
@@ -145,14 +172,12 @@ class Linear(RoundedLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
-        formats = self.formats
-        if not formats.rounds and input.dtype != torch.float64:
-            return F.linear(input, self.weight, self.bias)
-        if in_autocast(input.device):
-            with without_autocast(input.device):
-                input = input.to(self.weight.dtype)
-                return products.linear(input, self.weight, self.bias, formats)
-        return products.linear(input, self.weight, self.bias, formats)
+        formats, weight = self.formats, self.weight
+        if not formats.rounds_in(weight.dtype):
+            return F.linear(input, weight, self.bias)
+        input = as_input(input, "the input", weight.dtype)
+        with products.without_autocast(input.device):
+            return products.linear(input, weight, self.bias, formats)
 
 
 class RoundedConvolution(RoundedLayer):
@@ -186,21 +211,22 @@ class RoundedConvolution(RoundedLayer):
     ) -> None:
         size = (in_channels, out_channels, kernel_size, stride, padding, dilation)
         super().__init__(*size, groups, bias, padding_mode, device, dtype)
+        self._check_geometry()
         self.formats = formats
 
     def forward(self, input: Tensor) -> Tensor:
         """(batch, in_channels, *size) or (in_channels, *size) → the same with out_channels."""
         formats = self.formats
-        if not formats.rounds and input.dtype != torch.float64:
+        if not formats.rounds_in(self.weight.dtype):
             result: Tensor = self._conv_forward(input, self.weight, self.bias)
             return result
-        if in_autocast(input.device):
-            with without_autocast(input.device):
-                return self._rounded_forward(input.to(self.weight.dtype), formats)
-        return self._rounded_forward(input, formats)
+        input = as_input(input, "the input", self.weight.dtype)
+        with products.without_autocast(input.device):
+            return self._rounded_forward(input, formats)
 
     def _rounded_forward(self, x: Tensor, formats: LayerFormats) -> Tensor:
         products.check_dtypes(x, self.weight)
+        self._check_geometry()  # torch's own layers, which may be converted, take anything
         if not products.simulated(x, formats):
             x = products.rounded(x, "activations", formats)
             weight = products.rounded(self.weight, "weights", formats)
@@ -227,6 +253,12 @@ class RoundedConvolution(RoundedLayer):
             padded, self.weight, self.bias, self.stride, self.dilation, self.groups, formats
         )
         return y if batched is x else y.squeeze(0)
+
+    def _check_geometry(self) -> None:
+        for name, least in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, str) and min(value) < least:
+                raise ValueError(f"{name} is {value}; each must be an integer of at least {least}")
 
 
 class Conv1d(RoundedConvolution, nn.Conv1d):

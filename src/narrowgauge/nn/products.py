@@ -10,6 +10,7 @@ backward, all of them are made here, in one documented order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from torch import Tensor
 from narrowgauge.matmul import MatmulBackward, matmul
 from narrowgauge.nn.layer_formats import LayerFormats
 from narrowgauge.rounding import quantize
+
+
+def in_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for tensors of this device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Layers that round ignore autocast: what they compute in is said by their formats."""
+    return torch.autocast(device.type, enabled=False) if in_autocast(device) else nullcontext()
 
 
 class _RoundGradient(torch.autograd.Function):
@@ -90,10 +101,72 @@ def simulated(x: Tensor, formats: LayerFormats) -> bool:
     return True
 
 
+class _Product(torch.autograd.Function):
+    """``a @ b`` of equal batch dimensions, whose backward products ignore autocast too.
+
+    Torch's own would obey it where ``backward()`` is called inside. (Convolutions' do not.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(
+            a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
+        )
+        return torch.matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (a, b) = grads, ctx.saved_tensors
+        with without_autocast(grad.device):
+            grad_a = None if b is None else _torch_product(grad, b.transpose(-2, -1))
+            grad_b = None if a is None else _torch_product(a.transpose(-2, -1), grad)
+        return grad_a, grad_b
+
+
+def _torch_product(a: Tensor, b: Tensor) -> Tensor:
+    y: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` of a matrix, whose backward products ignore autocast too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+        )
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        with without_autocast(grad.device):
+            if weight is not None:
+                grad_x = _torch_product(grad, weight)
+            if x is not None:
+                grad_weight = _torch_product(grad.t(), x)
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # As rows: of more dimensions F.linear gives a view, which a Function's result must not be if it
+    # is to be written in place.
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    y: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 def product(a: Tensor, b: Tensor, kinds: tuple[str, str], formats: LayerFormats) -> Tensor:
-    """``a @ b``, each of a kind (``"weights"``, ``"activations"``) that says its format."""
+    """``a @ b``, each of a kind (``"weights"``, ``"activations"``) that says its format.
+
+    Their batch dimensions are equal.
+    """
     if not simulated(a, formats):
-        y = torch.matmul(rounded(a, kinds[0], formats), rounded(b, kinds[1], formats))
+        y = _torch_product(rounded(a, kinds[0], formats), rounded(b, kinds[1], formats))
         return gradient_rounded(y, formats)
     y = matmul(
         rounded(a.float(), kinds[0], formats),
@@ -110,7 +183,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, formats: LayerFormats
     check_dtypes(x, weight)
     if not simulated(x, formats):
         x, weight = rounded(x, "activations", formats), rounded(weight, "weights", formats)
-        return gradient_rounded(F.linear(x, weight, bias), formats)
+        return gradient_rounded(_torch_linear(x, weight, bias), formats)
     y = matmul(
         rounded(x.float(), "activations", formats),
         rounded(weight.float(), "weights", formats).t(),
