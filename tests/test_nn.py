@@ -484,6 +484,12 @@ def test_linear_of_rounded_operands_has_torchs_bits_and_gradients_of_gradients(
     torch.testing.assert_close(our_second, their_second)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_linear_can_be_mapped_over_a_batch() -> None:
+    layer, x = Linear(6, 4, formats=LayerFormats("e4m3", "e4m3")), torch.randn(3, 2, 6)
+    assert same(torch.func.vmap(layer)(x), layer(x))
+
+
 @pytest.mark.parametrize(("make", "shape"), list(zip(LAYERS, INPUTS, strict=True)))
 def test_without_formats_float64_has_torchs_bits(make: Any, shape: tuple[int, ...]) -> None:
     layer = make(LayerFormats()).double()
@@ -552,6 +558,12 @@ def test_errors_of_inputs_say_what_is_allowed() -> None:
         conv(torch.ones(2, 4, 9, 9))
     with pytest.raises(ValueError, match=r"padded input has size \(4, 9\), but .*\(5, 5\)"):
         conv(torch.ones(2, 3, 4, 9))
+    for formats in (EXACT, LayerFormats("e4m3")):
+        for shape, text in (((2, 5), r"\(2, 5\)"), ((), r"\(\)")):
+            with pytest.raises(
+                ValueError, match=rf"{text}; a layer of 4 input features takes \(..., 4"
+            ):
+                Linear(4, 3, formats=formats)(torch.ones(shape))
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")

@@ -252,6 +252,8 @@ def test_fp32_rounds_float64_in_evaluation_too() -> None:
     with torch.no_grad():
         assert torch.equal(early(x), expected)
         assert torch.equal(late(x), expected)
+        early.float().load_state_dict(late.state_dict(), assign=True)
+        assert torch.equal(early(x), expected)
         assert not early.float().linear1._forward_pre_hooks
     assert not convert(layer, LayerFormats()).linear1._forward_pre_hooks  # in no dtype
 

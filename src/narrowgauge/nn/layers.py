@@ -123,6 +123,11 @@ class RoundedLayer(nn.Module):
         self._update_hook()
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """What ``load_state_dict(assign=True)`` calls, which may bring another dtype too."""
+        super()._load_from_state_dict(*args)
+        self._update_hook()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give a copy hooks of its own: ``copy.copy`` lets it share the dictionary."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -101,18 +101,27 @@ def simulated(x: Tensor, formats: LayerFormats) -> bool:
     return True
 
 
+def _save(ctx: Any, a: Tensor, b: Tensor) -> None:
+    """Each operand of a product, if the other one's gradient is wanted."""
+    wanted_a, wanted_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if wanted_b else None, b if wanted_a else None)
+
+
 class _Product(torch.autograd.Function):
     """``a @ b`` of equal batch dimensions, whose backward products ignore autocast too.
 
     Torch's own would obey it where ``backward()`` is called inside. (Convolutions' do not.)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(
-            a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
-        )
+    def forward(a: Tensor, b: Tensor) -> Tensor:
         return torch.matmul(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        _save(ctx, *inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,12 +140,17 @@ def _torch_product(a: Tensor, b: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     """``F.linear`` of a matrix, whose backward products ignore autocast too."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
-        )
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
+    ) -> None:
+        _save(ctx, *inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -181,6 +195,11 @@ def product(a: Tensor, b: Tensor, kinds: tuple[str, str], formats: LayerFormats)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, formats: LayerFormats) -> Tensor:
     """``x @ weight.T + bias``; ``x`` of shape (..., in), ``weight`` (out, in)."""
     check_dtypes(x, weight)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"the input has shape {tuple(x.shape)}; a layer of {weight.shape[1]} input features "
+            f"takes (..., {weight.shape[1]})"
+        )
     if not simulated(x, formats):
         x, weight = rounded(x, "activations", formats), rounded(weight, "weights", formats)
         return gradient_rounded(_torch_linear(x, weight, bias), formats)
