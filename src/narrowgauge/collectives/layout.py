@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 from narrowgauge.formats import BlockFormat, Format
@@ -101,7 +101,8 @@ def cut(
     if kind in ("reduce-scatter", "all-gather"):
         chunks = _shard_chunks(sizes, formats, world_size, chunk_count)
     else:
-        borders = _borders(sizes, formats, chunk_count * pieces_per_chunk)
+        shares = [share for share in _shares(chunk_count) for _ in range(pieces_per_chunk)]
+        borders = _borders(sizes, formats, shares)
         pieces = [_piece(sizes, formats, begin, end) for begin, end in pairwise(borders)]
         chunks = tuple(
             tuple(pieces[first : first + pieces_per_chunk])
@@ -134,16 +135,27 @@ def _shard_chunks(
     )
 
 
-def _borders(sizes: Sequence[int], formats: Sequence[Format], count: int) -> list[int]:
-    """Element indices that cut the flat buffer into ``count`` parts of about equal bytes."""
-    total_bits = sum(size * format.bits for size, format in zip(sizes, formats, strict=True))
+def _shares(chunk_count: int) -> list[int]:
+    """How large the chunks are, in proportion.
+
+    The first and the last are small: nothing travels before the first is encoded, nor after the
+    last has arrived.
+    """
+    if chunk_count < 4:
+        return [1] * chunk_count
+    return [1, 2, *[4] * (chunk_count - 2), 2, 1]
+
+
+def _borders(sizes: Sequence[int], formats: Sequence[Format], shares: Sequence[int]) -> list[int]:
+    """Element indices that cut the flat buffer into parts whose bytes are in these proportions."""
+    bits_per_share = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / sum(shares)
+    targets = [bits_per_share * before for before in accumulate(shares)][:-1]
     borders = [0]
     begin, bits_before = 0, 0.0
     for size, format in zip(sizes, formats, strict=True):
         bits = size * format.bits
-        while len(borders) < count and bits_before + bits >= total_bits * len(borders) // count:
-            target_bits = total_bits * len(borders) // count - bits_before
-            index = begin + int(target_bits // format.bits)
+        while len(borders) <= len(targets) and bits_before + bits >= targets[len(borders) - 1]:
+            index = begin + int((targets[len(borders) - 1] - bits_before) // format.bits)
             if isinstance(format, BlockFormat):
                 index -= (index - begin) % math.lcm(_ALIGNMENT, format.block_size)
             else:
@@ -151,7 +163,7 @@ def _borders(sizes: Sequence[int], formats: Sequence[Format], count: int) -> lis
             borders.append(max(borders[-1], index))
         begin += size
         bits_before += bits
-    return borders + [begin] * (count + 1 - len(borders))
+    return borders + [begin] * (len(shares) + 1 - len(borders))
 
 
 def _piece(sizes: Sequence[int], formats: Sequence[Format], begin: int, end: int) -> Piece:

@@ -28,6 +28,7 @@ from narrowgauge.formats import format_of
 
 _Message: TypeAlias = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 
+_MESSAGE_SECONDS = 4e-3
 _SMALL_BYTES = 256
 _FIRST_BYTES = 1 << 17  # what is sent first to find out how much fits into the time
 _LARGEST_BYTES = 1 << 22
@@ -127,6 +128,16 @@ def measure_link(transport: Transport) -> Link:
         wire_overlap=_hidden_share(wire, passes * codec, both),
         codec_overlap=_hidden_share(codec, codec, two_codecs),
     )
+
+
+def message_bytes_for(link: Link) -> int:
+    """The size of messages for which sending one takes some milliseconds; a power of two.
+
+    Smaller ones let the codec start and end nearer to the wire's own start and end; every message
+    also costs some 0.1 ms of calls and threads, which must not come to count.
+    """
+    wanted = _MESSAGE_SECONDS * link.bytes_per_second
+    return 1 << round(math.log2(min(max(wanted, 1 << 17), 1 << 22)))
 
 
 def all_reduce_seconds(link: Link, numel: int, bits_per_number: float, world_size: int) -> float:

@@ -15,17 +15,20 @@ from narrowgauge.collectives.transport import members_of, refuse
 from narrowgauge.collectives.two_level import Inside, TwoLevelReducer, inside_groups
 from narrowgauge.formats import BlockFormat, Format, FormatLike, format_of
 
-_reducers: dict[dist.ProcessGroup, Reducer] = {}
+_reducers: dict[tuple[dist.ProcessGroup, bool], Reducer] = {}  # by group and whether it adapts
 _two_level_reducers: dict[
     tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...], Format], TwoLevelReducer
 ] = {}
 
 
-def _reducer_of(group: dist.ProcessGroup | None) -> Reducer:
-    key = members_of(group)
+def _reducer_of(group: dist.ProcessGroup | None, adapt: bool) -> Reducer:
+    key = members_of(group), adapt
     if key not in _reducers:
         _forget_destroyed_groups()
-        _reducers[key] = Reducer(group)
+        reducer = Reducer(group)
+        if adapt:
+            reducer.adapt()
+        _reducers[key] = reducer
     return _reducers[key]
 
 
@@ -42,10 +45,9 @@ def _two_level_of(
 
 def _forget_destroyed_groups() -> None:
     alive = dist.distributed_c10d._world.pg_map.keys()
-    for group in _reducers.keys() - alive:
-        del _reducers[group]
-    for key in [key for key in _two_level_reducers if key[0] not in alive]:
-        del _two_level_reducers[key]
+    for reducers in (_reducers, _two_level_reducers):
+        for key in [key for key in reducers if key[0] not in alive]:
+            del reducers[key]  # type: ignore[arg-type]
 
 
 def check_inside_format(format: FormatLike) -> Format:
@@ -120,11 +122,11 @@ def _checked_targets(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[tor
     return targets
 
 
-def _refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
+def _refuse(group: dist.ProcessGroup | None, adapt: bool, error: Exception) -> None:
     """Let the other ranks raise as well, now or when they come."""
     if not dist.is_initialized() or not isinstance(group, (dist.ProcessGroup, type(None))):
         return
-    reducer = _reducers.get(members_of(group))
+    reducer = _reducers.get((members_of(group), adapt))
     if reducer is None:
         refuse(group, error)
     else:
@@ -146,6 +148,7 @@ def all_reduce(
     async_op: bool = False,
     inside: Inside | None = None,
     inside_format: FormatLike = "fp32",
+    adapt: bool = False,
 ) -> Pending | None:
     """All-reduce tensors in place, sent between ranks in ``format``; every rank gets the same bits.
 
@@ -172,6 +175,8 @@ def all_reduce(
             many consecutive ranks, those of one ``"host"`` (as ``LOCAL_WORLD_SIZE`` says), or the
             last dimension of a DeviceMesh of two. ``None``: all ranks are alike.
         inside_format: what travels inside a group: fp32, or bf16.
+        adapt: measure the link at the first call, and send in float32 what arrives sooner so; on
+            one level.
 
     Raises:
         TypeError: a tensor that is not floating or not on the CPU.
@@ -184,10 +189,12 @@ def all_reduce(
         targets = _checked_targets(tensors)
         groups = None if inside is None else inside_groups(inside, members_of(group))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        _refuse(group, error)
+        _refuse(group, adapt, error)
         raise
     with torch.no_grad():
-        reducer = _reducer_of(group) if groups is None else _two_level_of(group, groups, wide)
+        reducer = (
+            _reducer_of(group, adapt) if groups is None else _two_level_of(group, groups, wide)
+        )
         single = targets[0].detach() if len(targets) == 1 else None
         in_place = single is not None and _is_flat_float32(single)
         if single is not None and in_place:

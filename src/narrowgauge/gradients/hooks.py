@@ -8,7 +8,6 @@ DDP's built-in all-reduce: fewer bytes for some codec time and a rounding error 
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 
 import ctypes
-import warnings
 import zlib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES
-from narrowgauge.collectives.link import Link, all_reduce_seconds, float32_seconds, measure_link
+from narrowgauge.collectives.link import Link
 from narrowgauge.collectives.message import Scale
 from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduce import check_inside_format, check_scale
@@ -50,7 +49,6 @@ class GradientCompression:
 
     Attributes:
         ledger: one entry per step (per backward pass that synchronises), movement ``"gradients"``.
-        link: what messages cost between the ranks, if it was measured or given.
     """
 
     def __init__(
@@ -61,13 +59,11 @@ class GradientCompression:
         *,
         scale: Scale,
         residuals: Residuals | None,
-        link: Link | None,
         ledger: Ledger,
         measure_error_every: int,
         check_every: int,
     ) -> None:
         self.ledger = ledger
-        self.link = link
         self._policy = policy
         self._parameters = dict(model.module.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -76,12 +72,16 @@ class GradientCompression:
         self._measure_error_every = measure_error_every
         self._check_every = check_every
         self._reducer = reducer
-        self._pays: dict[tuple[int, float], bool] = {}  # by size and mean bits
         self._steps = 0
         self._epoch = 0
         self._averaged_at: int | None = None  # the step whose residuals are equal on all ranks
         self._backward = -1  # autograd's number of the backward pass under way
         self._under_way: list[tuple[Reduction | TwoLevelReduction, torch.Tensor | None]] = []
+
+    @property
+    def link(self) -> Link | None:
+        """What messages cost between the ranks, if it was measured or given."""
+        return self._reducer.link if isinstance(self._reducer, Reducer) else None
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -149,32 +149,11 @@ class GradientCompression:
             sizes,
             formats,
             scale=self._scale,
-            kind=None if self._narrow_pays(sizes, formats) else "float32",
+            kind="float32" if all(format.name == "fp32" for format in formats) else None,
             residual=None if self._residuals is None else self._residuals.of(names),
             name=name,
             on_success=on_success,
         )
-
-    def _narrow_pays(self, sizes: list[int], formats: list[Format]) -> bool:
-        """Whether a bucket arrives sooner in these formats than in float32."""
-        numel = sum(sizes)
-        bits = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / max(numel, 1)
-        key = numel, bits
-        if key not in self._pays:
-            self._pays[key] = any(format.name != "fp32" for format in formats)
-            if self._pays[key] and self.link is not None:
-                ranks = self._reducer.transport.world_size
-                narrow = all_reduce_seconds(self.link, numel, bits, ranks)
-                wide = float32_seconds(self.link, numel, ranks)
-                self._pays[key] = narrow <= wide
-                if narrow > wide and self._reducer.transport.rank == 0:
-                    warnings.warn(
-                        f"a bucket of {numel:,} gradients is sent in float32: it takes "
-                        f"{wide * 1e3:.3g} ms on this link, and {narrow * 1e3:.3g} ms in the "
-                        "formats asked for; compress(..., adapt=False) sends these",
-                        stacklevel=2,
-                    )
-        return self._pays[key]
 
     @property
     def _measures_error(self) -> bool:
@@ -317,7 +296,7 @@ def compress(
     measure_error_every: int = 0,
     check_every: int = 0,
     timeout: timedelta | None = None,
-    message_bytes: int = MESSAGE_BYTES,
+    message_bytes: int | None = None,
     register: bool = True,
 ) -> GradientCompression:
     """Send the gradients of a DDP model in a narrow format from now on.
@@ -352,7 +331,8 @@ def compress(
         check_every: every so many steps (0: never) compare the parameters of all ranks, bit by bit.
         timeout: how long one message may take before the step fails on the ranks that wait for it;
             ``None``: as long as in the model's process group.
-        message_bytes: size of the messages a bucket is cut into.
+        message_bytes: size of the messages a bucket is cut into; ``None``: by the measured link, or
+            1 MiB.
         register: whether to register the hook. DDP allows one: to have a hook of your own as well,
             call the result's ``hook(state, bucket)`` in it.
 
@@ -379,7 +359,7 @@ def compress(
         for name, number, least in (
             ("measure_error_every", measure_error_every, 0),
             ("check_every", check_every, 0),
-            ("message_bytes", message_bytes, 1),
+            ("message_bytes", 1 if message_bytes is None else message_bytes, 1),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"{name} is {number!r}; allowed: whole numbers from {least}")
@@ -393,17 +373,17 @@ def compress(
         raise
     reducer: Reducer | TwoLevelReducer
     if groups is None:
-        reducer = Reducer(group, timeout, message_bytes)
+        reducer = Reducer(group, timeout, message_bytes or MESSAGE_BYTES)
     else:
-        reducer = TwoLevelReducer(groups, wide, group, timeout, message_bytes)
+        reducer = TwoLevelReducer(groups, wide, group, timeout, message_bytes or MESSAGE_BYTES)
     reducer.transport.agree(
         "formats, scale and settings of gradient compression",
         f"{ {name: f.name for name, f in policy.formats.items()} }, {format!r}, {scale=}, "
         f"{error_feedback=}, {adapt=}, {link=}, {groups=}, {wide.name}, {measure_error_every=}, "
         f"{check_every=}, {message_bytes=}",
     )
-    if adapt and link is None and isinstance(reducer, Reducer) and reducer.transport.world_size > 1:
-        link = measure_link(reducer.transport)
+    if adapt and isinstance(reducer, Reducer):
+        reducer.adapt(link, message_bytes)
     sizes = {name: parameter.numel() for name, parameter in named.items()}
     compression = GradientCompression(
         model,
@@ -411,7 +391,6 @@ def compress(
         reducer,
         scale=scale,
         residuals=Residuals(sizes) if error_feedback else None,
-        link=link if adapt else None,
         ledger=Ledger() if ledger is None else ledger,
         measure_error_every=measure_error_every,
         check_every=check_every,
