@@ -32,7 +32,7 @@ _MESSAGE_SECONDS = 4e-3
 _SMALL_BYTES = 256
 _FIRST_BYTES = 1 << 17  # what is sent first to find out how much fits into the time
 _LARGEST_BYTES = 1 << 22
-_ENOUGH_SECONDS = 0.04  # a transfer of this length is long against latency and jitter
+_ENOUGH_SECONDS = 0.1  # shorter transfers end before TCP has found the rate of a slow link
 _SMALL_REPEATS = 11
 _LARGE_REPEATS = 3
 
@@ -82,11 +82,10 @@ class Link:
 def measure_link(transport: Transport) -> Link:
     """Measure the link; all ranks of ``transport`` call it at one point, with nothing under way.
 
-    It sends up to 100 MB per rank on a fast link and about 8 MB on one of 100 Mbit/s. Between two
-    ranks it takes about half a second to one second; ranks that share
-    processors take longer, four on two cores up to 1.5 s. Each number is a median, of the
-    slowest rank in each repetition; overlaps are the best seen, for they are differences, from
-    which whatever else runs here only takes away.
+    It sends up to 100 MB per rank on a fast link and some 20 MB on one of 100 Mbit/s. Two ranks
+    need 0.5 to 1 s, 2 to 3 s at 100 Mbit/s; ranks that share processors need more. Each number is a
+    median, of the slowest rank in each repetition; overlaps are the best seen, for they are
+    differences, from which whatever else runs here only takes away.
 
     Raises:
         ValueError: there is one rank only, so there is no link.
