@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge
-from narrowgauge.collectives.link import Link
+from narrowgauge.collectives.link import Link, message_bytes_for
 from narrowgauge.gradients import Hybrid, Schedule, parameter_formats
 from tests.ranks import Raised, run_ranks
 
@@ -313,6 +313,29 @@ def test_the_link_is_measured_when_attached_and_equal_on_all_ranks() -> None:
     first, second = run_ranks(measures_the_link, 2)
     assert isinstance(first, Link)
     assert first == second
+
+
+def all_reduced_adapting() -> tuple[list[float], int]:
+    tensors = [torch.full((1000,), float(dist.get_rank())), torch.ones(3)]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        narrowgauge.all_reduce(tensors, "e5m2", adapt=True)
+    tensor = torch.full((3,), 1 + dist.get_rank() * 2.0**-10)
+    narrowgauge.all_reduce(tensor, "e5m2")  # does not adapt: 1 + 2**-11 is no e5m2
+    return [tensors[0][0].item(), tensor[0].item()], len(tensors)
+
+
+def test_a_plain_all_reduce_adapts_when_asked_only() -> None:
+    for numbers, _ in run_ranks(all_reduced_adapting, 2):
+        assert numbers == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "size"),
+    [(1e6, 1 << 17), (125e6, 1 << 19), (1.25e9, 1 << 22), (1e11, 1 << 22)],
+)
+def test_messages_grow_with_the_bandwidth(bytes_per_second: float, size: int) -> None:
+    assert message_bytes_for(Link(1e-4, bytes_per_second, 1e9, 1e-4, 1e9)) == size
 
 
 # -- around the hook -------------------------------------------------------------------------------
