@@ -174,6 +174,15 @@ def test_a_measured_link_keeps_its_processor_time_at_another_bandwidth() -> None
     assert predict("resnet50", nodes=4, link=busy, bandwidth="1gbit").bandwidth == 1e9
 
 
+def test_arguments_that_are_given_count_more_than_a_measured_link() -> None:
+    settings: dict[str, Any] = {"nodes": 4, "compute_seconds": 1e-3}
+    slow = predict("gpt2", link=LINK, codec_bytes_per_second=1e8, **settings)
+    fast = predict("gpt2", link=LINK, codec_bytes_per_second=1e11, **settings)
+    measured = predict("gpt2", link=LINK, **settings)
+    assert slow.narrow.seconds > measured.narrow.seconds > fast.narrow.seconds
+    assert slow.float32 == measured.float32 == fast.float32
+
+
 @pytest.mark.parametrize(
     ("text", "bits"),
     [("10gbit", 1e10), ("2.5 Gbit/s", 2.5e9), ("100m", 1e8), ("64000", 64e3), (5e6, 5e6)],

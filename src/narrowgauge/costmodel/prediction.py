@@ -21,6 +21,7 @@ Baseline: TypeAlias = Literal["fp32", "bf16"]
 
 MOST_NODES = 4096
 _PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_CODEC = 4e9  # bytes of float32 per second
 _BANDWIDTHS = (1e3, 1e15)  # bits/s; the break-even is looked for in between
 
 
@@ -110,7 +111,7 @@ def predict(
     operations_per_second: float = 1e13,
     first_bucket_bytes: int = 1 << 20,
     bucket_bytes: int = 25 << 20,
-    codec_bytes_per_second: float = 4e9,
+    codec_bytes_per_second: float | None = None,
     message_seconds: float = 5e-6,
     at_least: float = 0.05,
 ) -> Prediction:
@@ -141,7 +142,8 @@ def predict(
         operations_per_second: that a node really makes, for that default; 10^13 by default.
         first_bucket_bytes: DDP's first bucket.
         bucket_bytes: DDP's other buckets (``bucket_cap_mb``).
-        codec_bytes_per_second: bytes of float32 encoded and decoded per second.
+        codec_bytes_per_second: bytes of float32 encoded and decoded per second; 4e9 unless
+            ``link`` says.
         message_seconds: what a message costs its sender, where one step sends several.
         at_least: the gain from which on the format is called worth it.
 
@@ -162,7 +164,6 @@ def predict(
             "pass a divisor, or another algorithm"
         )
     for name, value in (
-        ("codec_bytes_per_second", codec_bytes_per_second),
         ("operations_per_second", operations_per_second),
         ("batch", batch),
         ("first_bucket_bytes", first_bucket_bytes),
@@ -250,18 +251,20 @@ def _link(
     link: Link | None,
     bandwidth: float | str | None,
     latency: float | None,
-    codec_bytes_per_second: float,
+    codec_bytes_per_second: float | None,
 ) -> Link:
     if link is None:
         if bandwidth is None:
             raise ValueError("bandwidth is missing; pass it, such as '10gbit', or a measured link")
         rate = bits_per_second(bandwidth) / 8
         seconds = 50e-6 if latency is None else latency
-        return Link(seconds, rate, codec_bytes_per_second, seconds, rate)
-    if bandwidth is not None:
+        link = Link(seconds, rate, _CODEC, seconds, rate)
+    elif bandwidth is not None:
         link = with_bandwidth(link, bits_per_second(bandwidth) / 8)
     if latency is not None:
         link = replace(link, latency=latency, float32_latency=latency)
+    if codec_bytes_per_second is not None:
+        link = replace(link, codec_bytes_per_second=codec_bytes_per_second)
     return link
 
 
