@@ -34,6 +34,8 @@ bench: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/kernels.py
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python benchmarks/simulator.py
 	$(VENV)/bin/python benchmarks/allreduce.py
+	$(VENV)/bin/python benchmarks/allreduce.py --two-hosts
+	$(VENV)/bin/python benchmarks/ddp.py
 
 clean:
 	rm -rf $(VENV) build dist narrowgauge-demo CMakeCache.txt CMakeInit.txt .cmake CMakeFiles build.ninja .ninja_* \
