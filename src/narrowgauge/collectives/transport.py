@@ -11,6 +11,8 @@ by a count that differs between ranks once some of them have made other groups.
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,8 +68,8 @@ class Transport:
         self.rank = self._ranks.index(rank)
         self.world_size = len(self._ranks)
         meeting = _next_meeting(members)
-        self._meet(meeting, rank, dist.get_world_size(group))
-        store = PrefixStore(f"from{self._ranks[0]}", meeting)
+        name = self._meet(meeting, rank, dist.get_world_size(group))
+        store = PrefixStore(f"{name}/from{self._ranks[0]}", meeting)
         with self._explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
             # Agreements are made by the calling thread while another sends messages: on one group
@@ -75,28 +77,35 @@ class Transport:
             self._agreements = self._new_group(PrefixStore("agreements", store))
         self._next_number = 0
 
-    def _meet(self, store: Store, own: int, count: int) -> None:
-        """Tell all ranks of the group that we come, and see that they do, and speak as we do."""
-        store.set(f"rank{own}", f"version {VERSION}")
+    def _meet(self, store: Store, own: int, count: int) -> str:
+        """Wait until all ranks of the group are here, and speak as we do; a name for this meeting.
+
+        Where torchrun restarts a job, its store still holds what the dead ranks wrote. So everybody
+        comes with a random number, and goes on when all have seen the same ones.
+        """
+        store.set(f"rank{own}", f"version {VERSION} {secrets.token_hex(8)}")
         others = [rank for rank in range(count) if rank != own]
-        try:
-            store.wait([f"rank{rank}" for rank in others], self.timeout)
-        except RuntimeError as error:
-            missing = [rank for rank in others if not store.check([f"rank{rank}"])]
-            raise CollectiveError(
-                f"rank {own} connecting to {_named(missing)}: no answer within "
-                f"{self.timeout.total_seconds():g} s. Look at the output of {_named(missing)} "
-                f"first. ({error})"
-            ) from error
-        for rank in others:
-            answer = store.get(f"rank{rank}").decode()
-            if answer.startswith("refused"):
-                raise CollectiveError(f"rank {rank} refused its arguments: {answer[8:]}")
-            if answer != f"version {VERSION}":
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        pause = 1e-3
+        while True:
+            answers = {rank: _read(store, f"rank{rank}") for rank in range(count)}
+            missing = [rank for rank in others if not answers[rank]]
+            for rank in others:
+                _check_answer(rank, answers[rank], own)
+            if not missing:
+                view = hashlib.sha256("\n".join(answers.values()).encode()).hexdigest()[:16]
+                store.set(f"seen{own}", view)
+                missing = [rank for rank in others if _read(store, f"seen{rank}") != view]
+                if not missing:
+                    return view
+            if time.monotonic() > deadline:
                 raise CollectiveError(
-                    f"rank {rank} speaks {answer}, rank {own} version {VERSION} of the bytes "
-                    "between ranks; install the same narrowgauge everywhere"
+                    f"rank {own} connecting to {_named(missing)}: no answer within "
+                    f"{self.timeout.total_seconds():g} s. Look at the output of {_named(missing)} "
+                    "first"
                 )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
@@ -257,7 +266,28 @@ def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
     """Tell ranks that come to the next meeting that this one will not, and why; do not wait."""
     rank = dist.get_rank(group)
     if rank >= 0:
-        _next_meeting(members_of(group)).set(f"rank{rank}", f"refused {error}")
+        _next_meeting(members_of(group)).set(f"rank{rank}", f"refused {_restarts()} {error}")
+
+
+def _check_answer(rank: int, answer: str, own: int) -> None:
+    kind, _, text = answer.partition(" ")
+    number, _, text = text.partition(" ")
+    if kind == "refused" and number == _restarts():  # not by a rank that died since
+        raise CollectiveError(f"rank {rank} refused its arguments: {text}")
+    if kind == "version" and number != str(VERSION):
+        raise CollectiveError(
+            f"rank {rank} speaks version {number}, rank {own} version {VERSION} of the bytes "
+            "between ranks; install the same narrowgauge everywhere"
+        )
+
+
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _read(store: Store, key: str) -> str:
+    """What lies under a key, or nothing yet."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def fingerprint(description: str) -> torch.Tensor:
