@@ -120,7 +120,10 @@ class Training:
 
     def __init__(self, method: str, net: str, bucket_mb: float | None) -> None:
         # Weights are equal by their seed: broadcasting them takes long on slow links.
-        self.model = DistributedDataParallel(network(net), bucket_cap_mb=bucket_mb, init_sync=False)
+        # Views for everybody: otherwise DDP copies all gradients twice more in every step.
+        self.model = DistributedDataParallel(
+            network(net), bucket_cap_mb=bucket_mb, init_sync=False, gradient_as_bucket_view=True
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.inputs = torch.randn(BATCH, 1, 28, 28, generator=generator)
