@@ -348,7 +348,7 @@ def disagree() -> None:
 def test_ranks_with_different_formats_all_raise_when_attached() -> None:
     for result in run_ranks(disagree, 2, catch=True):
         assert isinstance(result, Raised)
-        assert "formats, scale and settings of gradient compression of rank 1" in result.message
+        assert "settings of rank 1 differ from those of rank 0" in result.message
 
 
 def bad_arguments() -> list[str]:

@@ -226,4 +226,4 @@ def disagree() -> None:
 def test_ranks_with_different_formats_all_raise() -> None:
     for result in run_ranks(disagree, 2, catch=True):
         assert isinstance(result, Raised)
-        assert "of rank 1 differ from those of rank 0" in result.message
+        assert "settings of rank 1 differ from those of rank 0" in result.message

@@ -84,6 +84,7 @@ class Reducer:
         message_bytes: size of the messages that a reduction is cut into.
         among: the ranks of ``group`` that take part, in order; ``None``: all of them. All ranks of
             ``group`` create a reducer at one point, each among its own.
+        purpose: what it is for, in which way; must be the same on all ranks of ``group``.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class Reducer:
         timeout: timedelta | None = None,
         message_bytes: int = MESSAGE_BYTES,
         among: Sequence[int] | None = None,
+        purpose: str = "",
     ) -> None:
         if message_bytes < 1:
             raise ValueError(f"message_bytes is {message_bytes}; it must be at least 1")
-        self.transport = Transport(group, timeout, among)
+        self.transport = Transport(group, timeout, among, purpose)
         self.message_bytes = message_bytes
         self.link: Link | None = None
         self._plans: dict[tuple[object, ...], Plan] = {}

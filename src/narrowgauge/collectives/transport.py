@@ -44,6 +44,7 @@ class Transport:
             in ``group``.
         among: the ranks of ``group`` that take part, in order, this one among them; ``None``: all.
             All ranks of ``group`` create a transport at that point, each among its own.
+        purpose: what it is for, in which way; must be the same on all ranks of ``group``.
 
     Attributes:
         rank: this rank's number among those that take part; peers are counted likewise.
@@ -58,6 +59,7 @@ class Transport:
         group: dist.ProcessGroup | None,
         timeout: timedelta | None,
         among: Sequence[int] | None = None,
+        purpose: str = "",
     ) -> None:
         members = members_of(group)
         self.timeout = timeout_of(members) if timeout is None else timeout
@@ -68,7 +70,7 @@ class Transport:
         self.rank = self._ranks.index(rank)
         self.world_size = len(self._ranks)
         meeting = _next_meeting(members)
-        name = self._meet(meeting, rank, dist.get_world_size(group))
+        name = self._meet(meeting, rank, dist.get_world_size(group), purpose)
         store = PrefixStore(f"{name}/from{self._ranks[0]}", meeting)
         with self._explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
@@ -77,13 +79,14 @@ class Transport:
             self._agreements = self._new_group(PrefixStore("agreements", store))
         self._next_number = 0
 
-    def _meet(self, store: Store, own: int, count: int) -> str:
+    def _meet(self, store: Store, own: int, count: int, purpose: str) -> str:
         """Wait until all ranks of the group are here, and speak as we do; a name for this meeting.
 
         Where torchrun restarts a job, its store still holds what the dead ranks wrote. So everybody
         comes with a random number, and goes on when all have seen the same ones.
         """
-        store.set(f"rank{own}", f"version {VERSION} {secrets.token_hex(8)}")
+        digest = hashlib.sha256(purpose.encode()).hexdigest()[:16]
+        store.set(f"rank{own}", f"version {VERSION} {secrets.token_hex(8)} {digest}")
         others = [rank for rank in range(count) if rank != own]
         deadline = time.monotonic() + self.timeout.total_seconds()
         pause = 1e-3
@@ -97,7 +100,7 @@ class Transport:
                 store.set(f"seen{own}", view)
                 missing = [rank for rank in others if _read(store, f"seen{rank}") != view]
                 if not missing:
-                    return view
+                    break
             if time.monotonic() > deadline:
                 raise CollectiveError(
                     f"rank {own} connecting to {_named(missing)}: no answer within "
@@ -106,6 +109,14 @@ class Transport:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+        digests = [answer.rpartition(" ")[2] for answer in answers.values()]
+        different = [rank for rank in range(count) if digests[rank] != digests[0]]
+        if different:
+            raise CollectiveError(
+                f"settings of {_named(different)} differ from those of rank 0; all ranks must use "
+                f"the same. This is rank {own}, with {purpose[:500]}"
+            )
+        return view
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
@@ -202,26 +213,6 @@ class Transport:
         with self._explained("comparing with", self.peers):
             self._agreements.allgather([everybodys], [values]).wait()
         return everybodys
-
-    def agree(self, subject: str, description: str) -> None:
-        """Check that all ranks pass the same ``description``; to be called by all at one point.
-
-        Raises:
-            CollectiveError: on every rank, naming those that differ from rank 0.
-        """
-        mine = fingerprint(description)
-        all_digests = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self._explained(f"comparing {subject} with", self.peers):
-            self._agreements.allgather([all_digests], [mine]).wait()
-        different = [
-            rank for rank, theirs in enumerate(all_digests) if not theirs.equal(all_digests[0])
-        ]
-        if different:
-            raise CollectiveError(
-                f"{subject} of {self.named(different)} differ from those of {self.named([0])}; all "
-                f"ranks must use the same. This is {self.named([self.rank])}, with "
-                f"{description[:500]}"
-            )
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -134,7 +134,7 @@ class TwoLevelReducer:
     Args:
         groups: the ranks of each inner group, as :func:`inside_groups` gives them.
         inside_format: what travels inside: fp32, or bf16.
-        group, timeout, message_bytes: as in :class:`Reducer`.
+        group, timeout, message_bytes, purpose: as in :class:`Reducer`.
     """
 
     def __init__(
@@ -144,11 +144,14 @@ class TwoLevelReducer:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         message_bytes: int = MESSAGE_BYTES,
+        purpose: str = "",
     ) -> None:
         rank = dist.get_rank(group)
         inner = next(ranks for ranks in groups if rank in ranks)
         outer = [ranks[inner.index(rank)] for ranks in groups]
-        self.transport = Transport(group, timeout)  # of all ranks, for what is not reduced
+        purpose = f"{purpose} (inside {groups}: {inside_format.name})"
+        # Of all ranks, for what is not reduced.
+        self.transport = Transport(group, timeout, purpose=purpose)
         self._inside_format = inside_format
         # Each is started by one thread, so that all ranks start its reductions in one order.
         self._scatter = Reducer(group, timeout, message_bytes, inner)

@@ -371,17 +371,17 @@ def compress(
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(group, error)  # or the others would wait for this rank
         raise
+    purpose = (
+        f"gradient compression: { {name: f.name for name, f in policy.formats.items()} }, "
+        f"{format!r}, {scale=}, {error_feedback=}, {adapt=}, {link=}, {groups=}, {wide.name}, "
+        f"{measure_error_every=}, {check_every=}, {message_bytes=}"
+    )
+    size = message_bytes or MESSAGE_BYTES
     reducer: Reducer | TwoLevelReducer
     if groups is None:
-        reducer = Reducer(group, timeout, message_bytes or MESSAGE_BYTES)
+        reducer = Reducer(group, timeout, size, purpose=purpose)
     else:
-        reducer = TwoLevelReducer(groups, wide, group, timeout, message_bytes or MESSAGE_BYTES)
-    reducer.transport.agree(
-        "formats, scale and settings of gradient compression",
-        f"{ {name: f.name for name, f in policy.formats.items()} }, {format!r}, {scale=}, "
-        f"{error_feedback=}, {adapt=}, {link=}, {groups=}, {wide.name}, {measure_error_every=}, "
-        f"{check_every=}, {message_bytes=}",
-    )
+        reducer = TwoLevelReducer(groups, wide, group, timeout, size, purpose)
     if adapt and isinstance(reducer, Reducer):
         reducer.adapt(link, message_bytes)
     sizes = {name: parameter.numel() for name, parameter in named.items()}

@@ -201,15 +201,14 @@ def compress_sharded(
     except (TypeError, ValueError) as error:
         refuse(first_group, error)  # or the others would wait for this rank
         raise
+    purpose = (
+        f"sharded gradient compression: {format!r}, "
+        f"{ {n: f.name for n, f in policy.formats.items()} }, {scale=}, {message_bytes=}"
+    )
     reducers = {
-        group: Reducer(group, timeout, message_bytes) for group in dict.fromkeys(groups.values())
+        group: Reducer(group, timeout, message_bytes, purpose=purpose)
+        for group in dict.fromkeys(groups.values())
     }
-    for reducer in reducers.values():
-        reducer.transport.agree(
-            "formats, scale and settings of gradient compression",
-            f"{format!r}, { {n: f.name for n, f in policy.formats.items()} }, {scale=}, "
-            f"{message_bytes=}",
-        )
     compression = ShardedGradientCompression(
         units, policy, Ledger() if ledger is None else ledger, scale
     )
