@@ -33,7 +33,10 @@ tear_down() {
   local process host
   for process in "${processes[@]}"; do kill "$process" 2>/dev/null || true; done
   if [[ $rate != loopback ]]; then
-    for ((host = 0; host < hosts; host++)); do ip netns delete "$prefix-$host" 2>/dev/null || true; done
+    for ((host = 0; host < hosts; host++)); do
+      ip netns delete "$prefix-$host" 2>/dev/null || true
+      ip link delete "$prefix.$host" 2>/dev/null || true # outlives it while TCP still tries
+    done
     ip link delete "$prefix" 2>/dev/null || true
   fi
 }

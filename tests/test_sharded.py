@@ -226,4 +226,4 @@ def disagree() -> None:
 def test_ranks_with_different_formats_all_raise() -> None:
     for result in run_ranks(disagree, 2, catch=True):
         assert isinstance(result, Raised)
-        assert "settings of rank 1 differ from those of rank 0" in result.message
+        assert "format is e4m3 on rank 1, e5m2 on rank 0" in result.message

@@ -17,7 +17,7 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
@@ -51,8 +51,9 @@ from narrowgauge.collectives.reduction import Messages, Plan, Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
 from narrowgauge.formats import Format
 
-_SMALL = 1 << 14
-"""Elements up to which float32 is sent to everybody in one step, instead of by Gloo in two."""
+_SMALL = 1 << 18
+"""Elements, over all ranks, up to which float32 is sent to everybody in one step, not by Gloo in
+several. Between two ranks that takes no more bytes either, so they do it with twice as many."""
 
 _REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
 
@@ -84,7 +85,7 @@ class Reducer:
         message_bytes: size of the messages that a reduction is cut into.
         among: the ranks of ``group`` that take part, in order; ``None``: all of them. All ranks of
             ``group`` create a reducer at one point, each among its own.
-        purpose: what it is for, in which way; must be the same on all ranks of ``group``.
+        settings: what must be the same on all ranks of ``group``, by name.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class Reducer:
         timeout: timedelta | None = None,
         message_bytes: int = MESSAGE_BYTES,
         among: Sequence[int] | None = None,
-        purpose: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         if message_bytes < 1:
             raise ValueError(f"message_bytes is {message_bytes}; it must be at least 1")
-        self.transport = Transport(group, timeout, among, purpose)
+        self.transport = Transport(group, timeout, among, settings)
         self.message_bytes = message_bytes
         self.link: Link | None = None
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -133,10 +134,11 @@ class Reducer:
             self._pays[key] = any(format.name != "fp32" for format in formats)
             if self._pays[key] and self.link is not None:
                 ranks = self.transport.world_size
-                narrow = all_reduce_seconds(self.link, numel, bits, ranks)
+                # Once more the latency, for threads and calls; and a margin, for what is not known.
+                narrow = self.link.latency + all_reduce_seconds(self.link, numel, bits, ranks)
                 wide = float32_seconds(self.link, numel, ranks)
-                self._pays[key] = narrow <= wide
-                if narrow > wide and self.transport.rank == 0:
+                self._pays[key] = narrow <= 0.9 * wide
+                if not self._pays[key] and self.transport.rank == 0:
                     warnings.warn(
                         f"{numel:,} numbers are sent in float32: they take {wide * 1e3:.3g} ms on "
                         f"this link, and {narrow * 1e3:.3g} ms in the formats asked for; "
@@ -194,7 +196,6 @@ class Reducer:
         arithmetic = Arithmetic(transport.world_size, scale, op)
         # What is agreed on by all must be so in the order of the starts: by the pipeline.
         at_once = at_once and scale != "shared" and len(layout.chunks) <= 1
-        at_once = at_once and (layout.kind != "float32" or layout.numel <= _SMALL)
         reduction = Reduction(flat, plan, arithmetic, on_success, name, at_once)
         reduction.residual = residual
         if transport.world_size == 1:
@@ -211,12 +212,16 @@ class Reducer:
         greeting_tag = tag_of(reduction.first_number, 0)
         for peer in transport.peers:
             reduction.greetings[peer] = torch.empty_like(plan.fingerprint)
-            work = transport.receive(reduction.greetings[peer], peer, greeting_tag)
+            work = transport.receive(reduction.greetings[peer], peer, greeting_tag, reduction.where)
             reduction.greeting_receives.append((peer, work))
         for index, incoming in enumerate(messages.incoming):
-            reduction.first_receives.append(self._receive(incoming, reduction.tag(index)))
+            reduction.first_receives.append(
+                self._receive(reduction, incoming, reduction.tag(index))
+            )
         for index, reduced in enumerate(messages.reduced):
-            reduction.second_receives.append(self._receive(reduced, reduction.tag(index) + 1))
+            reduction.second_receives.append(
+                self._receive(reduction, reduced, reduction.tag(index) + 1)
+            )
         for peer in transport.peers:
             self._send(reduction, plan.fingerprint, peer, greeting_tag)
         self._next(self._to_encode, self._first_stage(layout.kind), reduction)
@@ -254,10 +259,12 @@ class Reducer:
             kind, self._encode
         )
 
-    def _receive(self, messages: list[torch.Tensor], tag: int) -> list[tuple[int, dist.Work]]:
+    def _receive(
+        self, reduction: Reduction, messages: list[torch.Tensor], tag: int
+    ) -> list[tuple[int, dist.Work]]:
         transport = self.transport
         return [
-            (peer, transport.receive(messages[peer], peer, tag))
+            (peer, transport.receive(messages[peer], peer, tag, reduction.where))
             for peer in transport.peers
             if messages[peer].numel()
         ]
@@ -265,7 +272,8 @@ class Reducer:
     def _send(self, reduction: Reduction, message: torch.Tensor, peer: int, tag: int) -> None:
         if message.numel():
             size = message.numel() * message.element_size()
-            reduction.sent(peer, self.transport.send(message, peer, tag), size)
+            work = self.transport.send(message, peer, tag, reduction.where)
+            reduction.sent(peer, work, size)
 
     # -- the three stages ------------------------------------------------------------------------
 
@@ -343,16 +351,22 @@ class Reducer:
             reduction.residual.zero_()
         if reduction.arithmetic.op == "mean":
             flat.div_(transport.world_size)
-        if flat.numel() > _SMALL:
+        most = 2 * _SMALL if transport.world_size == 2 else _SMALL // transport.world_size
+        if flat.numel() > most:
             self._compare_plans(reduction)  # before a collective that not every rank may make
             with reduction.wire():
-                transport.all_reduce_sum_in_order(flat)
+                if reduction.at_once:
+                    transport.all_reduce_sum(flat, reduction.where)
+                else:
+                    transport.all_reduce_sum_in_order(flat, reduction.where)
             share = 2 * (transport.world_size - 1) / transport.world_size
             reduction.bytes_sent += round(share * flat.numel() * 4)
         elif flat.numel():
             tag = reduction.tag(0)
             terms = {peer: torch.empty_like(flat) for peer in transport.peers}
-            receives = [(peer, transport.receive(terms[peer], peer, tag)) for peer in terms]
+            receives = [
+                (peer, transport.receive(terms[peer], peer, tag, reduction.where)) for peer in terms
+            ]
             terms[transport.rank] = flat.clone()
             for peer in transport.peers:
                 self._send(reduction, terms[transport.rank], peer, tag)
@@ -372,7 +386,7 @@ class Reducer:
         with reduction.codec():
             largest = largest_exponents_of(reduction.flat, layout.sizes, self.transport.world_size)
         with reduction.wire():
-            self.transport.all_reduce_max(largest)
+            self.transport.all_reduce_max(largest, reduction.where)
         return agreed_exponents(largest, layout.formats)
 
     def _reduce(self, reduction: Reduction, index: int) -> None:
@@ -435,7 +449,7 @@ class Reducer:
 
     def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
         with reduction.wire():
-            self.transport.wait(works, f"in {reduction.name} {phase}" if reduction.name else phase)
+            self.transport.wait(works, reduction.where + phase)
         works.clear()
 
     def _finish_chunk(self, reduction: Reduction, index: int) -> None:

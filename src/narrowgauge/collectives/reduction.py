@@ -103,6 +103,11 @@ class Reduction(Pending):
         self.sends: list[tuple[int, dist.Work]] = []
         self.inference = torch.is_inference_mode_enabled()
 
+    @property
+    def where(self) -> str:
+        """How messages about a phase begin: ``"in bucket 3 "``."""
+        return f"in {self.name} " if self.name else ""
+
     def tag(self, chunk: int) -> int:
         """Tag of a chunk's codes; its sums have the next one."""
         return tag_of(self.first_number + 1 + 2 * chunk, self.plan.lane)

@@ -11,10 +11,11 @@ by a count that differs between ranks once some of them have made other groups.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -44,7 +45,7 @@ class Transport:
             in ``group``.
         among: the ranks of ``group`` that take part, in order, this one among them; ``None``: all.
             All ranks of ``group`` create a transport at that point, each among its own.
-        purpose: what it is for, in which way; must be the same on all ranks of ``group``.
+        settings: what must be the same on all ranks of ``group``, by name.
 
     Attributes:
         rank: this rank's number among those that take part; peers are counted likewise.
@@ -59,7 +60,7 @@ class Transport:
         group: dist.ProcessGroup | None,
         timeout: timedelta | None,
         among: Sequence[int] | None = None,
-        purpose: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         members = members_of(group)
         self.timeout = timeout_of(members) if timeout is None else timeout
@@ -70,7 +71,7 @@ class Transport:
         self.rank = self._ranks.index(rank)
         self.world_size = len(self._ranks)
         meeting = _next_meeting(members)
-        name = self._meet(meeting, rank, dist.get_world_size(group), purpose)
+        name = self._meet(meeting, rank, dist.get_world_size(group), settings or {})
         store = PrefixStore(f"{name}/from{self._ranks[0]}", meeting)
         with self._explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
@@ -79,44 +80,43 @@ class Transport:
             self._agreements = self._new_group(PrefixStore("agreements", store))
         self._next_number = 0
 
-    def _meet(self, store: Store, own: int, count: int, purpose: str) -> str:
+    def _meet(self, store: Store, own: int, count: int, settings: Mapping[str, str]) -> str:
         """Wait until all ranks of the group are here, and speak as we do; a name for this meeting.
 
         Where torchrun restarts a job, its store still holds what the dead ranks wrote. So everybody
         comes with a random number, and goes on when all have seen the same ones.
         """
-        digest = hashlib.sha256(purpose.encode()).hexdigest()[:16]
-        store.set(f"rank{own}", f"version {VERSION} {secrets.token_hex(8)} {digest}")
-        others = [rank for rank in range(count) if rank != own]
         deadline = time.monotonic() + self.timeout.total_seconds()
-        pause = 1e-3
-        while True:
-            answers = {rank: _read(store, f"rank{rank}") for rank in range(count)}
-            missing = [rank for rank in others if not answers[rank]]
-            for rank in others:
-                _check_answer(rank, answers[rank], own)
-            if not missing:
-                view = hashlib.sha256("\n".join(answers.values()).encode()).hexdigest()[:16]
-                store.set(f"seen{own}", view)
-                missing = [rank for rank in others if _read(store, f"seen{rank}") != view]
+        others = [rank for rank in range(count) if rank != own]
+        try:
+            store.set(f"settings{own}", json.dumps(settings))
+            store.set(f"rank{own}", f"version {VERSION} {secrets.token_hex(8)}")
+            pause = 1e-3
+            while True:
+                answers = {rank: _read(store, f"rank{rank}") for rank in range(count)}
+                missing = [rank for rank in others if not answers[rank]]
+                for rank in others:
+                    _check_answer(rank, answers[rank], own)
                 if not missing:
-                    break
-            if time.monotonic() > deadline:
-                raise CollectiveError(
-                    f"rank {own} connecting to {_named(missing)}: no answer within "
-                    f"{self.timeout.total_seconds():g} s. Look at the output of {_named(missing)} "
-                    "first"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        digests = [answer.rpartition(" ")[2] for answer in answers.values()]
-        different = [rank for rank in range(count) if digests[rank] != digests[0]]
-        if different:
+                    view = hashlib.sha256("\n".join(answers.values()).encode()).hexdigest()[:16]
+                    store.set(f"seen{own}", view)
+                    missing = [rank for rank in others if _read(store, f"seen{rank}") != view]
+                    if not missing:
+                        _check_settings({r: _read(store, f"settings{r}") for r in range(count)})
+                        return view
+                if time.monotonic() > deadline:
+                    raise CollectiveError(
+                        f"rank {own} connecting to {_named(missing)}: no answer within "
+                        f"{self.timeout.total_seconds():g} s. Look at the output of "
+                        f"{_named(missing)} first"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        except dist.DistError as error:
             raise CollectiveError(
-                f"settings of {_named(different)} differ from those of rank 0; all ranks must use "
-                f"the same. This is rank {own}, with {purpose[:500]}"
-            )
-        return view
+                f"rank {own} connecting to {_named(others)}: the store in which ranks meet is "
+                f"gone. Look at the output of rank 0 first, which may have held it. ({error})"
+            ) from error
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
@@ -136,15 +136,15 @@ class Transport:
         self._next_number = first + count
         return first
 
-    def send(self, message: torch.Tensor, to: int, tag: int) -> dist.Work:
+    def send(self, message: torch.Tensor, to: int, tag: int, where: str = "") -> dist.Work:
         """Start sending ``message`` (contiguous); it must not change until the work is done."""
-        with self._explained("sending to", [to]):
+        with self._explained(f"{where}sending to", [to]):
             work: dist.Work = self._messages.send([message], to, tag)
         return work
 
-    def receive(self, message: torch.Tensor, source: int, tag: int) -> dist.Work:
+    def receive(self, message: torch.Tensor, source: int, tag: int, where: str = "") -> dist.Work:
         """Start receiving into ``message`` (contiguous)."""
-        with self._explained("receiving from", [source]):
+        with self._explained(f"{where}receiving from", [source]):
             work: dist.Work = self._messages.recv([message], source, tag)
         return work
 
@@ -164,19 +164,19 @@ class Transport:
                     missing += [later for later, other in works[number + 1 :] if not _done(other)]
                     raise
 
-    def all_reduce_max(self, values: torch.Tensor) -> None:
+    def all_reduce_max(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (int32) by their maximum over all ranks; for the pipeline's thread."""
-        with self._explained("agreeing on scale exponents with", self.peers):
+        with self._explained(f"{where}agreeing on scale exponents with", self.peers):
             self._messages.allreduce([values], dist.ReduceOp.MAX).wait()
 
-    def all_reduce_sum_in_order(self, values: torch.Tensor) -> None:
+    def all_reduce_sum_in_order(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the pipeline's thread."""
-        with self._explained("summing float32 with", self.peers):
+        with self._explained(f"{where}summing float32 with", self.peers):
             self._messages.allreduce([values]).wait()
 
-    def all_reduce_sum(self, values: torch.Tensor) -> None:
+    def all_reduce_sum(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the calling thread."""
-        with self._explained("measuring the round-off error with", self.peers):
+        with self._explained(f"{where}summing float32 with", self.peers):
             self._agreements.allreduce([values]).wait()
 
     def all_reduce_max_float64(self, values: torch.Tensor) -> None:
@@ -270,6 +270,29 @@ def _check_answer(rank: int, answer: str, own: int) -> None:
             f"rank {rank} speaks version {number}, rank {own} version {VERSION} of the bytes "
             "between ranks; install the same narrowgauge everywhere"
         )
+
+
+def _check_settings(texts: Mapping[int, str]) -> None:
+    """Raise unless the settings of all ranks, in JSON, are equal; on every rank with one text."""
+    different = next((rank for rank, text in texts.items() if text != texts[0]), None)
+    if different is None:
+        return
+    theirs, first = json.loads(texts[different]), json.loads(texts[0])
+    names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    raise CollectiveError(
+        "; ".join(
+            f"{name} is {_short(theirs.get(name))} on rank {different}, {_short(first.get(name))} "
+            "on rank 0"
+            for name in names
+        )
+        + ". All ranks must use the same settings"
+    )
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "absent"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _restarts() -> str:

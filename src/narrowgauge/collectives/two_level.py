@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -134,7 +134,7 @@ class TwoLevelReducer:
     Args:
         groups: the ranks of each inner group, as :func:`inside_groups` gives them.
         inside_format: what travels inside: fp32, or bf16.
-        group, timeout, message_bytes, purpose: as in :class:`Reducer`.
+        group, timeout, message_bytes, settings: as in :class:`Reducer`.
     """
 
     def __init__(
@@ -144,14 +144,21 @@ class TwoLevelReducer:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         message_bytes: int = MESSAGE_BYTES,
-        purpose: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         rank = dist.get_rank(group)
         inner = next(ranks for ranks in groups if rank in ranks)
         outer = [ranks[inner.index(rank)] for ranks in groups]
-        purpose = f"{purpose} (inside {groups}: {inside_format.name})"
         # Of all ranks, for what is not reduced.
-        self.transport = Transport(group, timeout, purpose=purpose)
+        self.transport = Transport(
+            group,
+            timeout,
+            settings={
+                "inside": str(groups),
+                "inside_format": inside_format.name,
+                **(settings or {}),
+            },
+        )
         self._inside_format = inside_format
         # Each is started by one thread, so that all ranks start its reductions in one order.
         self._scatter = Reducer(group, timeout, message_bytes, inner)

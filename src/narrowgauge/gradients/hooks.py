@@ -371,17 +371,27 @@ def compress(
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(group, error)  # or the others would wait for this rank
         raise
-    purpose = (
-        f"gradient compression: { {name: f.name for name, f in policy.formats.items()} }, "
-        f"{format!r}, {scale=}, {error_feedback=}, {adapt=}, {link=}, {groups=}, {wide.name}, "
-        f"{measure_error_every=}, {check_every=}, {message_bytes=}"
-    )
+    settings = {
+        "use": "gradients.compress",
+        "inside": str(groups),
+        "inside_format": wide.name,
+        "scale": repr(scale),
+        "error_feedback": str(error_feedback),
+        "adapt": str(adapt),
+        "link": str(link),
+        "measure_error_every": str(measure_error_every),
+        "check_every": str(check_every),
+        "message_bytes": str(message_bytes),
+        "format": str(format),
+        "keep": str(keep),
+        "formats": str({name: format.name for name, format in policy.formats.items()}),
+    }
     size = message_bytes or MESSAGE_BYTES
     reducer: Reducer | TwoLevelReducer
     if groups is None:
-        reducer = Reducer(group, timeout, size, purpose=purpose)
+        reducer = Reducer(group, timeout, size, settings=settings)
     else:
-        reducer = TwoLevelReducer(groups, wide, group, timeout, size, purpose)
+        reducer = TwoLevelReducer(groups, wide, group, timeout, size, settings)
     if adapt and isinstance(reducer, Reducer):
         reducer.adapt(link, message_bytes)
     sizes = {name: parameter.numel() for name, parameter in named.items()}

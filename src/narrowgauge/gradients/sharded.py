@@ -201,12 +201,16 @@ def compress_sharded(
     except (TypeError, ValueError) as error:
         refuse(first_group, error)  # or the others would wait for this rank
         raise
-    purpose = (
-        f"sharded gradient compression: {format!r}, "
-        f"{ {n: f.name for n, f in policy.formats.items()} }, {scale=}, {message_bytes=}"
-    )
+    settings = {
+        "use": "gradients.compress_sharded",
+        "scale": repr(scale),
+        "message_bytes": str(message_bytes),
+        "format": str(format),
+        "keep": str(keep),
+        "formats": str({name: format.name for name, format in policy.formats.items()}),
+    }
     reducers = {
-        group: Reducer(group, timeout, message_bytes, purpose=purpose)
+        group: Reducer(group, timeout, message_bytes, settings=settings)
         for group in dict.fromkeys(groups.values())
     }
     compression = ShardedGradientCompression(
