@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.link import (
     Link,
     all_reduce_seconds,
+    codec_seconds,
     float32_seconds,
     measure_link,
     message_bytes_for,
@@ -49,12 +50,13 @@ from narrowgauge.collectives.message import (
 )
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
-from narrowgauge.formats import Format
+from narrowgauge.formats import Format, format_of
 
 _SMALL = 1 << 18
 """Elements, over all ranks, up to which float32 is sent to everybody in one step, not by Gloo in
 several. Between two ranks that takes no more bytes either, so they do it with twice as many."""
 
+_FP32 = format_of("fp32")
 _REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
 
 Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
@@ -134,8 +136,11 @@ class Reducer:
             self._pays[key] = any(format.name != "fp32" for format in formats)
             if self._pays[key] and self.link is not None:
                 ranks = self.transport.world_size
-                # Once more the latency, for threads and calls; and a margin, for what is not known.
-                narrow = self.link.latency + all_reduce_seconds(self.link, numel, bits, ranks)
+                narrow = all_reduce_seconds(self.link, numel, bits, ranks)
+                # Once more the latency, for threads and calls; what the codec takes from other work
+                # of the processors; and a margin, for what is not known.
+                codec = codec_seconds(self.link, numel, ranks)
+                narrow += self.link.latency + (1 - self.link.codec_overlap) * codec
                 wide = float32_seconds(self.link, numel, ranks)
                 self._pays[key] = narrow <= 0.9 * wide
                 if not self._pays[key] and self.transport.rank == 0:
@@ -183,11 +188,7 @@ class Reducer:
         Raises:
             CollectiveError: an earlier reduction failed, or the ranks pass different arguments.
         """
-        if self._failure is not None:
-            raise CollectiveError(
-                "an earlier compressed all-reduce on this group failed; restart the ranks "
-                f"(torchrun does). First failure: {self._failure}"
-            ) from self._failure
+        self._raise_if_failed()
         transport = self.transport
         if kind is None and self.link is not None and not self.narrow_pays(sizes, formats):
             kind = "float32"
@@ -227,11 +228,62 @@ class Reducer:
         self._next(self._to_encode, self._first_stage(layout.kind), reduction)
         return reduction
 
+    def start_float32(
+        self,
+        flat: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        on_success: Callable[[], None] | None = None,
+        name: str = "",
+    ) -> Reduction:
+        """Start the mean of ``flat`` as torch's own DDP makes it: in float32, by Gloo.
+
+        Without our threads, so that it takes no longer; and without the greeting by which ranks
+        notice that they pass different tensors: for those that cannot, as DDP's buckets.
+
+        Args:
+            flat: float32 CPU tensor of one dimension; not to be touched until the end.
+            residual: is added to ``flat``, and then zero.
+            on_success: as in :meth:`start`.
+            name: as in :meth:`start`.
+        """
+        self._raise_if_failed()
+        transport = self.transport
+        plan = self._plan((flat.numel(),), (_FP32,), None, "mean", "float32")
+        reduction = Reduction(flat, plan, Arithmetic(transport.world_size, None, "mean"))
+        reduction.on_success, reduction.name = on_success, name
+        if residual is not None:
+            flat.add_(residual)
+            residual.zero_()
+        if transport.world_size == 1:
+            reduction.finish()
+            return reduction
+        share = 2 * (transport.world_size - 1) / transport.world_size
+        reduction.bytes_sent = round(share * 4 * flat.numel())
+        with transport.explained(f"{reduction.where}summing float32 with", transport.peers):
+            work = transport.start_all_reduce_sum(flat.div_(transport.world_size))
+        # Not by a callback: Gloo's own thread must not be the last to know its group.
+        self._to_decode.put(partial(self._do, self._wait_for_float32, reduction, work))
+        return reduction
+
+    def _wait_for_float32(self, reduction: Reduction, work: dist.Work) -> None:
+        doing = f"{reduction.where}summing float32 with"
+        with reduction.wire(), self.transport.explained(doing, self.transport.peers):
+            work.wait()
+        reduction.finish()
+
     def refuse(self) -> None:
         """Make the ranks that start the next reduction raise, because this one will not."""
         number = self.transport.reserve(3)
         for peer in self.transport.peers:
             self._refusals.append(self.transport.send(_REFUSAL, peer, tag_of(number, 0)))
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise CollectiveError(
+                "an earlier compressed all-reduce on this group failed; restart the ranks "
+                f"(torchrun does). First failure: {self._failure}"
+            ) from self._failure
 
     def _plan(
         self,
@@ -285,7 +337,7 @@ class Reducer:
         else:
             inbox.put(partial(self._do, stage, reduction, *chunk))
 
-    def _do(self, stage: Callable[..., None], reduction: Reduction, *chunk: int) -> None:
+    def _do(self, stage: Callable[..., None], reduction: Reduction, *chunk: Any) -> None:
         try:
             if self._failure is not None:
                 raise CollectiveError(f"an earlier message failed: {self._failure}")

@@ -19,7 +19,7 @@ class Pending:
     """Something under way, to be waited for like a ``torch.distributed.Work``."""
 
     def __init__(self, on_success: Callable[[], None] | None = None) -> None:
-        self._on_success = on_success
+        self.on_success = on_success
         self._on_finish: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._finished = threading.Event()
@@ -53,9 +53,9 @@ class Pending:
             if self._finished.is_set():
                 return
             self._error = error
-            if error is None and self._on_success is not None:
+            if error is None and self.on_success is not None:
                 try:
-                    self._on_success()
+                    self.on_success()
                 except BaseException as own_error:  # concerns this reduction, not the group
                     self._error = own_error
             self._finished.set()

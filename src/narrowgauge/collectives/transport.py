@@ -73,7 +73,7 @@ class Transport:
         meeting = _next_meeting(members)
         name = self._meet(meeting, rank, dist.get_world_size(group), settings or {})
         store = PrefixStore(f"{name}/from{self._ranks[0]}", meeting)
-        with self._explained("connecting to", self.peers):
+        with self.explained("connecting to", self.peers):
             self._messages = self._new_group(PrefixStore("messages", store))
             # Agreements are made by the calling thread while another sends messages: on one group
             # their order could differ between ranks.
@@ -138,13 +138,13 @@ class Transport:
 
     def send(self, message: torch.Tensor, to: int, tag: int, where: str = "") -> dist.Work:
         """Start sending ``message`` (contiguous); it must not change until the work is done."""
-        with self._explained(f"{where}sending to", [to]):
+        with self.explained(f"{where}sending to", [to]):
             work: dist.Work = self._messages.send([message], to, tag)
         return work
 
     def receive(self, message: torch.Tensor, source: int, tag: int, where: str = "") -> dist.Work:
         """Start receiving into ``message`` (contiguous)."""
-        with self._explained(f"{where}receiving from", [source]):
+        with self.explained(f"{where}receiving from", [source]):
             work: dist.Work = self._messages.recv([message], source, tag)
         return work
 
@@ -155,7 +155,7 @@ class Transport:
             CollectiveError: naming the phase and all peers whose messages are missing.
         """
         missing: list[int] = []
-        with self._explained(phase, missing):
+        with self.explained(phase, missing):
             for number, (peer, work) in enumerate(works):
                 try:
                     work.wait()
@@ -166,31 +166,36 @@ class Transport:
 
     def all_reduce_max(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (int32) by their maximum over all ranks; for the pipeline's thread."""
-        with self._explained(f"{where}agreeing on scale exponents with", self.peers):
+        with self.explained(f"{where}agreeing on scale exponents with", self.peers):
             self._messages.allreduce([values], dist.ReduceOp.MAX).wait()
 
     def all_reduce_sum_in_order(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the pipeline's thread."""
-        with self._explained(f"{where}summing float32 with", self.peers):
+        with self.explained(f"{where}summing float32 with", self.peers):
             self._messages.allreduce([values]).wait()
+
+    def start_all_reduce_sum(self, values: torch.Tensor) -> dist.Work:
+        """Start what :meth:`all_reduce_sum` does."""
+        work: dist.Work = self._agreements.allreduce([values])
+        return work
 
     def all_reduce_sum(self, values: torch.Tensor, where: str = "") -> None:
         """Replace ``values`` (float32) by their sum over all ranks; for the calling thread."""
-        with self._explained(f"{where}summing float32 with", self.peers):
+        with self.explained(f"{where}summing float32 with", self.peers):
             self._agreements.allreduce([values]).wait()
 
     def all_reduce_max_float64(self, values: torch.Tensor) -> None:
         """Replace ``values`` (float64) by their maximum over all ranks; for the calling thread."""
-        with self._explained("agreeing on measured times with", self.peers):
+        with self.explained("agreeing on measured times with", self.peers):
             self._agreements.allreduce([values], dist.ReduceOp.MAX).wait()
 
     def barrier(self) -> None:
         """Wait until all ranks are here; for the calling thread."""
-        with self._explained("waiting at a barrier for", self.peers):
+        with self.explained("waiting at a barrier for", self.peers):
             self._agreements.barrier().wait()
 
     @contextmanager
-    def _explained(self, doing: str, peers: list[int]) -> Iterator[None]:
+    def explained(self, doing: str, peers: list[int]) -> Iterator[None]:
         """Turn an error of torch inside into one that says who was waited for and why it failed."""
         begin = time.monotonic()
         try:
@@ -210,7 +215,7 @@ class Transport:
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The ``values`` (of one shape) of every rank, in rank order; for the calling thread."""
         everybodys = [torch.empty_like(values) for _ in range(self.world_size)]
-        with self._explained("comparing with", self.peers):
+        with self.explained("comparing with", self.peers):
             self._agreements.allgather([everybodys], [values]).wait()
         return everybodys
 

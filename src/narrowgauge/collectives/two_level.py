@@ -33,8 +33,10 @@ from narrowgauge.formats import Format
 
 Inside: TypeAlias = int | Literal["host"] | DeviceMesh
 
-_PART = 1 << 20
-"""Elements that go through the three movements together."""
+_PART = 1 << 21
+"""Elements that go through the three movements together: the fastest of four sizes tried."""
+
+_INSIDE_MESSAGE_BYTES = 4 << 20  # as for any fast link
 
 
 def inside_groups(inside: Inside, group: dist.ProcessGroup | None) -> list[list[int]]:
@@ -134,7 +136,8 @@ class TwoLevelReducer:
     Args:
         groups: the ranks of each inner group, as :func:`inside_groups` gives them.
         inside_format: what travels inside: fp32, or bf16.
-        group, timeout, message_bytes, settings: as in :class:`Reducer`.
+        group, timeout, settings: as in :class:`Reducer`.
+        message_bytes: size of messages between groups.
     """
 
     def __init__(
@@ -161,9 +164,9 @@ class TwoLevelReducer:
         )
         self._inside_format = inside_format
         # Each is started by one thread, so that all ranks start its reductions in one order.
-        self._scatter = Reducer(group, timeout, message_bytes, inner)
+        self._scatter = Reducer(group, timeout, _INSIDE_MESSAGE_BYTES, inner)
         self._between = Reducer(group, timeout, message_bytes, outer)
-        self._gather = Reducer(group, timeout, message_bytes, inner)
+        self._gather = Reducer(group, timeout, _INSIDE_MESSAGE_BYTES, inner)
         self._to_between: Inbox = queue.SimpleQueue()
         self._to_gather: Inbox = queue.SimpleQueue()
         for inbox in (self._to_between, self._to_gather):

@@ -144,13 +144,17 @@ class GradientCompression:
             return self._reducer.start(
                 flat, sizes, formats, scale=self._scale, name=name, on_success=on_success
             )
+        residual = None if self._residuals is None else self._residuals.of(names)
+        if not self._reducer.narrow_pays(sizes, formats):
+            return self._reducer.start_float32(
+                flat, residual=residual, name=name, on_success=on_success
+            )
         return self._reducer.start(
             flat,
             sizes,
             formats,
             scale=self._scale,
-            kind="float32" if all(format.name == "fp32" for format in formats) else None,
-            residual=None if self._residuals is None else self._residuals.of(names),
+            residual=residual,
             name=name,
             on_success=on_success,
         )
