@@ -14,13 +14,11 @@ kernel and every wait, in exchange for codec time that hides behind the wire.
 from __future__ import annotations
 
 import queue
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +47,7 @@ from narrowgauge.collectives.message import (
     withhold_sums,
 )
 from narrowgauge.collectives.reduction import Messages, Plan, Reduction
+from narrowgauge.collectives.threads import Inbox, work_on
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
 from narrowgauge.formats import Format, format_of
 
@@ -58,24 +57,6 @@ several. Between two ranks that takes no more bytes either, so they do it with t
 
 _FP32 = format_of("fp32")
 _REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
-
-Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
-
-
-def work(inbox: Inbox) -> None:
-    """One stage's thread: it holds its reducer only while there is work, and ends with it."""
-    while (task := inbox.get()) is not None:
-        task()
-        del task
-
-
-def dismiss(inbox: Inbox, thread: threading.Thread) -> None:
-    """End a thread that does :func:`work`."""
-    inbox.put(None)
-    if thread is not threading.current_thread():
-        # At the interpreter's exit a thread that still runs could be ended inside C++ code. One
-        # that waits for a dead rank is left behind.
-        thread.join(timeout=1.0)
 
 
 class Reducer:
@@ -112,9 +93,7 @@ class Reducer:
         self._to_decode: Inbox = queue.SimpleQueue()
         if self.transport.world_size > 1:
             for inbox in (self._to_encode, self._to_reduce, self._to_decode):
-                thread = threading.Thread(target=work, args=(inbox,), daemon=True)
-                thread.start()
-                weakref.finalize(self, dismiss, inbox, thread)
+                work_on(inbox, self)
 
     def adapt(self, link: Link | None = None, message_bytes: int | None = None) -> None:
         """From now on send in float32 what arrives sooner so; choose the size of messages.

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES, shard_borders
 from narrowgauge.collectives.message import Op, Scale
-from narrowgauge.collectives.pipeline import Inbox, Reducer, dismiss, work
+from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduction import Pending, Reduction
+from narrowgauge.collectives.threads import Inbox, work_on
 from narrowgauge.collectives.transport import Transport, members_of
 from narrowgauge.formats import Format
 
@@ -170,9 +169,7 @@ class TwoLevelReducer:
         self._to_between: Inbox = queue.SimpleQueue()
         self._to_gather: Inbox = queue.SimpleQueue()
         for inbox in (self._to_between, self._to_gather):
-            thread = threading.Thread(target=work, args=(inbox,), daemon=True)
-            thread.start()
-            weakref.finalize(self, dismiss, inbox, thread)
+            work_on(inbox, self)
 
     def start(
         self,
