@@ -1,4 +1,4 @@
-"""The threads of a pipeline: each works through an inbox, and ends with the one that it works for."""
+"""The threads of a pipeline: each works through an inbox, and ends with whom it works for."""
 
 from __future__ import annotations
 
