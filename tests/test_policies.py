@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -519,6 +520,146 @@ def test_mistakes_are_refused_by_name_and_leave_the_group_in_order() -> None:
                 "error_feedback keeps what each rank's own gradient lost",
                 "inside is 3, but groups of that many cannot be made of 2 ranks",
                 "format names no format for 'body.0.weight' and 3 more",
+            ],
+            strict=True,
+        ):
+            assert part in text
+
+
+# -- what an adversary found -----------------------------------------------------------------------
+
+
+def half_used(format: str) -> list[torch.Tensor]:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = (nn.Linear(4, 1, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            result: torch.Tensor = self.always(x) + (self.sometimes(x) if both else 0)
+            return result
+
+    model = DistributedDataParallel(Halves(), find_unused_parameters=True)
+    compress(model, format, error_feedback=True)
+    total = torch.zeros(1, 4)
+    for step in range(40):
+        model.zero_grad(set_to_none=False)
+        model(torch.tensor([[1.0, 0.3, 0.07, -0.2]]), step % 2 == 0).sum().backward()
+        total += model.module.sometimes.weight.grad
+    return [total]
+
+
+def test_residuals_wait_while_nobody_uses_their_parameter() -> None:
+    for (total,) in run_ranks(half_used, 2, "int4"):
+        torch.testing.assert_close(total, torch.tensor([[20.0, 6, 1.4, -4]]), atol=0.2, rtol=0)
+
+
+def hybrid_after(kind: str) -> list[str]:
+    model = DistributedDataParallel(Network())
+    scale = None if kind == "too large" else "local"
+    compression = compress(model, Hybrid(["e4m3", "fp32"], bound=1.0, every=100), scale=scale)
+    seen = []
+    for step in range(2):
+        model.zero_grad()
+        loss = loss_of(model, step)
+        if kind == "too large":
+            loss = loss * 1e8
+        elif step == 0:
+            loss = loss * float("inf")
+        loss.backward()
+        seen.append(compression.formats["fc.weight"].name)
+    return seen
+
+
+def test_a_format_that_overflows_is_out_of_bounds() -> None:
+    assert run_ranks(hybrid_after, 2, "too large") == [["fp32", "fp32"]] * 2
+
+
+def test_a_step_that_is_not_finite_is_measured_again_in_the_next() -> None:
+    assert run_ranks(hybrid_after, 2, "not finite") == [["fp32", "e4m3"]] * 2
+
+
+def reentrant() -> int:
+    model = DistributedDataParallel(
+        nn.Sequential(*[Reentrant() for _ in range(6)]), bucket_cap_mb=0.02
+    )
+    compression = compress(model, "e4m3")
+    for _ in range(3):
+        model(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    return len(compression.ledger.steps)
+
+
+class Reentrant(nn.Module):
+    """A layer whose activations are computed again in a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return result
+
+
+def test_a_backward_pass_with_others_inside_is_one_step() -> None:
+    assert run_ranks(reentrant, 2) == [3, 3]
+
+
+def nothing_on_two_levels() -> None:
+    narrowgauge.all_reduce(torch.empty(0), "e4m3", inside=2)
+    narrowgauge.all_reduce([], "e4m3", inside=2)
+
+
+def test_nothing_may_be_reduced_on_two_levels() -> None:
+    run_ranks(nothing_on_two_levels, 4)
+
+
+def more_mistakes() -> list[str]:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    texts = []
+    model = DistributedDataParallel(Network())
+    compression = compress(model, "e5m2", register=False)
+    for call in (
+        lambda: compress(DistributedDataParallel(Complex()), "bf16"),
+        lambda: compress(model, "e5m2", timeout=5),
+        lambda: compress(model, "e5m2", timeout=timedelta(0)),
+        lambda: compress(model, "e5m2", link="x"),
+        lambda: compress(model, "e5m2", ledger="x"),
+        lambda: compression.set_epoch(-1),
+        lambda: compression.load_state_dict({}),
+        lambda: narrowgauge.all_reduce(None, "e5m2"),  # type: ignore[arg-type]
+        lambda: narrowgauge.all_reduce(torch.ones(3).to_sparse(), "e5m2"),
+        lambda: Schedule([0]),  # type: ignore[arg-type]
+        lambda: Hybrid(bound="x"),  # type: ignore[arg-type]
+        lambda: Hybrid(5),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_more_mistakes_are_refused_by_name() -> None:
+    for texts in run_ranks(more_mistakes, 2):
+        for text, part in zip(
+            texts,
+            [
+                "parameter 'w' is torch.complex64; allowed: floating dtypes",
+                "timeout is 5; allowed: a datetime.timedelta",
+                "timeout is 0:00:00; it must be longer than 0",
+                "link is 'x'; allowed: a Link, or None",
+                "ledger is 'x'; allowed: a Ledger, or None",
+                "epoch is -1; allowed: whole numbers from 0",
+                "the state lacks 'step', 'epoch', 'formats', 'residuals'",
+                "tensors is NoneType; allowed: a tensor, or several",
+                "a tensor is torch.sparse_coo; allowed: dense ones",
+                "stages is list; it must be a dict from steps or epochs",
+                "bound is 'x'; it must be positive",
+                "formats is 5; pass at least one, in a list",
             ],
             strict=True,
         ):

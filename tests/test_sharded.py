@@ -227,3 +227,21 @@ def test_ranks_with_different_formats_all_raise() -> None:
     for result in run_ranks(disagree, 2, catch=True):
         assert isinstance(result, Raised)
         assert "format is e4m3 on rank 1, e5m2 on rank 0" in result.message
+
+
+def sharded_together() -> list[str]:
+    model = Network()
+    fully_shard([model.layers[0], model.layers[1]])
+    fully_shard(model.head)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="in one buffer") as error:
+        compress_sharded(model, "e4m3", keep={"layers.0": "fp32"})
+    compression = compress_sharded(model, "e4m3", keep={"layers": "fp32"})
+    losses(model, steps=2)
+    return [str(error.value), *(f.name for f in compression.formats.values())]
+
+
+def test_modules_that_were_sharded_together_share_a_format() -> None:
+    for text, *formats in run_ranks(sharded_together, 2):
+        assert "'layers.0.weight' would travel in fp32 and 'layers.1.weight' in e4m3" in text
+        assert formats == ["e4m3", "fp32"] or formats == ["fp32", "e4m3"]

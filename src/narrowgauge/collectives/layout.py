@@ -122,7 +122,7 @@ def _shard_chunks(
 ) -> tuple[tuple[Piece, ...], ...]:
     """Pieces that lie in the shards of their ranks, as far into each shard in every chunk."""
     borders = shard_borders(sum(sizes), world_size)
-    step = -(-borders[1] // chunk_count)
+    step = max(1, -(-borders[1] // chunk_count))
     step += -step % math.lcm(
         _ALIGNMENT, *(f.block_size for f in formats if isinstance(f, BlockFormat))
     )

@@ -99,6 +99,8 @@ def _checked_format(format: FormatLike, op: object, scale: object) -> Format:
 
 
 def _checked_targets(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors is {type(tensors).__name__}; allowed: a tensor, or several")
     targets = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for tensor in targets:
         if not isinstance(tensor, torch.Tensor):
@@ -113,6 +115,11 @@ def _checked_targets(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[tor
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device}; allowed: floating dtypes on the "
                 "CPU (copy it there first: messages travel over Gloo)"
+            )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(
+                f"a tensor is {'nested' if tensor.is_nested else tensor.layout}; allowed: dense "
+                "ones (pass its values)"
             )
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(

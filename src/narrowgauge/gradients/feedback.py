@@ -40,6 +40,26 @@ class Residuals:
             self._by_name.update(self._parts(names))
         return flat
 
+    def hold(
+        self, names: tuple[str, ...], gradients: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keep the residuals of parameters without a gradient from being sent; to be given back.
+
+        Where no rank used a parameter, DDP discards what was reduced for it.
+
+        Returns:
+            The residuals, now zero, and what is to be added to each when the step is over.
+        """
+        self.of(names)
+        held = []
+        parts = self._parts(names)
+        sizes = [residual.numel() for _, residual in parts]
+        for (_, residual), gradient in zip(parts, gradients.split(sizes), strict=True):
+            if residual.any() and not gradient.any():
+                held.append((residual, residual.clone()))
+                residual.zero_()
+        return held
+
     def _parts(self, names: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
         sizes = [self._by_name[name].numel() for name in names]
         return list(zip(names, self._buckets[names].split(sizes), strict=True))
@@ -66,7 +86,7 @@ class Residuals:
             ValueError: other parameters, or other sizes.
         """
         expected = {name: residual.numel() for name, residual in self._by_name.items()}
-        given = {name: residual.numel() for name, residual in state.items()}
+        given = {name: residual.numel() for name, residual in dict(state).items()}
         if expected != given:
             different = sorted(
                 name
@@ -79,4 +99,4 @@ class Residuals:
                 "the model; load the state of the same model"
             )
         for name, residual in state.items():
-            self._by_name[name].copy_(residual)
+            self._by_name[name].copy_(residual.view(-1))

@@ -7,10 +7,9 @@ DDP's built-in all-reduce: fewer bytes for some codec time and a rounding error 
 
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 
-import ctypes
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from narrowgauge.collectives.message import Scale
 from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduce import check_inside_format, check_scale
 from narrowgauge.collectives.reduction import Reduction
-from narrowgauge.collectives.transport import CollectiveError, Transport, refuse
+from narrowgauge.collectives.transport import refuse
 from narrowgauge.collectives.two_level import (
     Inside,
     TwoLevelReducer,
@@ -32,6 +31,12 @@ from narrowgauge.collectives.two_level import (
     inside_groups,
 )
 from narrowgauge.formats import Format, FormatLike
+from narrowgauge.gradients.checks import (
+    check_same_parameters,
+    check_state,
+    check_timeout,
+    checked_count,
+)
 from narrowgauge.gradients.feedback import Residuals
 from narrowgauge.gradients.policy import (
     FixedPolicy,
@@ -53,7 +58,7 @@ class GradientCompression:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        parameters: dict[str, torch.nn.Parameter],
         policy: FixedPolicy,
         reducer: Reducer | TwoLevelReducer,
         *,
@@ -65,8 +70,8 @@ class GradientCompression:
     ) -> None:
         self.ledger = ledger
         self._policy = policy
-        self._parameters = dict(model.module.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._scale = scale
         self._residuals = residuals
         self._measure_error_every = measure_error_every
@@ -76,6 +81,7 @@ class GradientCompression:
         self._epoch = 0
         self._averaged_at: int | None = None  # the step whose residuals are equal on all ranks
         self._backward = -1  # autograd's number of the backward pass under way
+        self._has_all = False  # whether the last bucket of the step has come
         self._under_way: list[tuple[Reduction | TwoLevelReduction, torch.Tensor | None]] = []
 
     @property
@@ -104,7 +110,6 @@ class GradientCompression:
             # as a failed cast; raised from here it arrives as it is.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)
             self._backward = backward
-            self._under_way = []
         if not self._under_way:
             self._policy.begin_step(self._steps, self._epoch)
         buffer = bucket.buffer()
@@ -125,6 +130,7 @@ class GradientCompression:
             None if flat is buffer else lambda: buffer.copy_(flat),
         )
         self._under_way.append((reduction, exact))
+        self._has_all = bucket.is_last()
         if backward == -1 and bucket.is_last():  # as join() does: nobody else would wait
             self._finish_step()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -144,7 +150,11 @@ class GradientCompression:
             return self._reducer.start(
                 flat, sizes, formats, scale=self._scale, name=name, on_success=on_success
             )
-        residual = None if self._residuals is None else self._residuals.of(names)
+        residual = None
+        if self._residuals is not None:
+            held = self._residuals.hold(names, flat)
+            residual = self._residuals.of(names)
+            on_success = partial(_give_back, held, on_success)
         if not self._reducer.narrow_pays(sizes, formats):
             return self._reducer.start_float32(
                 flat, residual=residual, name=name, on_success=on_success
@@ -172,7 +182,10 @@ class GradientCompression:
 
     def _finish_step(self) -> None:
         """Wait for all buckets of this backward pass and enter them into the ledger."""
+        if not self._has_all:  # a backward pass within another, as reentrant checkpoints make it
+            return
         under_way, self._under_way, self._backward = self._under_way, [], -1
+        self._has_all = False
         self._steps += 1
         for reduction, _ in under_way:
             reduction.wait()
@@ -190,8 +203,12 @@ class GradientCompression:
             check_same_parameters(self._reducer.transport, self._parameters)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank."""
-        self._epoch = epoch
+        """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank.
+
+        Raises:
+            ValueError: it is no whole number from 0.
+        """
+        self._epoch = checked_count("epoch", epoch)
 
     def consolidate_state_dict(self) -> None:
         """Make this rank's state that of all ranks; every rank calls it before ``state_dict``.
@@ -230,20 +247,32 @@ class GradientCompression:
         """Go on from what ``state_dict`` gave; every rank loads the same, on any number of ranks.
 
         Raises:
-            ValueError: residuals of other parameters, or residuals for a compression without.
+            ValueError: not such a state, residuals of other parameters, or residuals for a
+                compression without.
         """
+        check_state(state, ("step", "epoch", "formats", "residuals"))
         residuals = state["residuals"]
         if (residuals is None) != (self._residuals is None):
             raise ValueError(
-                f"the state has {'no' if residuals is None else ''} residuals, but this "
+                f"the state has {'no ' if residuals is None else ''}residuals, but this "
                 f"compression has error_feedback={self._residuals is not None}; attach it as it "
                 "was when the state was saved"
             )
         if self._residuals is not None:
             self._residuals.load_state_dict(residuals)
         self._policy.load_state_dict(state["formats"])
-        self._steps = self._averaged_at = state["step"]
-        self._epoch = state["epoch"]
+        self._steps = self._averaged_at = checked_count("step", state["step"])
+        self._epoch = checked_count("epoch", state["epoch"])
+        self._policy.begin_step(self._steps, self._epoch)
+
+
+def _give_back(
+    held: list[tuple[torch.Tensor, torch.Tensor]], then: Callable[[], object] | None
+) -> None:
+    for residual, kept in held:
+        residual.add_(kept)
+    if then is not None:
+        then()
 
 
 def _levels(
@@ -258,31 +287,6 @@ def _levels(
                 for name, number in counted.items():
                     total[name] += number
     return totals or None
-
-
-def check_same_parameters(transport: Transport, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise on every rank unless all have the same bits in all parameters.
-
-    Raises:
-        CollectiveError: naming the first parameter that differs, and the ranks.
-    """
-    digests = torch.tensor([_digest(p) for p in parameters.values()], device="cpu")
-    everybodys = transport.all_gather(digests)
-    for number, name in enumerate(parameters):
-        own = [int(theirs[number]) for theirs in everybodys]
-        different = [rank for rank, digest in enumerate(own) if digest != own[0]]
-        if different:
-            raise CollectiveError(
-                f"parameter {name!r} has other bits on {transport.named(different)} than on "
-                f"{transport.named([0])}; something but averaged gradients changed it: look at the "
-                "optimizer's settings, and at code that only some ranks run"
-            )
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    values = tensor.detach().contiguous()
-    size = values.numel() * values.element_size()
-    return zlib.crc32((ctypes.c_char * size).from_address(values.data_ptr())) if size else 0
 
 
 def compress(
@@ -332,7 +336,8 @@ def compress(
         measure_error_every: every so many steps (0: never) also all-reduce in float32 and enter
             the round-off error of the compressed gradients. Costs a float32 all-reduce each time,
             which is not counted in ``bytes_sent``.
-        check_every: every so many steps (0: never) compare the parameters of all ranks, bit by bit.
+        check_every: every so many steps (0: never) compare the parameters of all ranks, bit by bit;
+            not within ``join()``, where ranks without inputs rightly keep theirs.
         timeout: how long one message may take before the step fails on the ranks that wait for it;
             ``None``: as long as in the model's process group.
         message_bytes: size of the messages a bucket is cut into; ``None``: by the measured link, or
@@ -357,7 +362,8 @@ def compress(
             "compress_sharded"
         )
     group = model.process_group
-    named = dict(model.module.named_parameters())
+    ignored = set(model.parameters_to_ignore)
+    named = {n: p for n, p in model.module.named_parameters() if n not in ignored}
     try:
         _check_settings(scale, error_feedback, inside)
         for name, number, least in (
@@ -372,7 +378,11 @@ def compress(
         check_scale(scale, policy.all_formats)
         wide = check_inside_format(inside_format)
         groups = None if inside is None else inside_groups(inside, group)
-    except (TypeError, ValueError, RuntimeError) as error:
+        check_timeout(timeout)
+        for name, given, allowed in (("link", link, Link), ("ledger", ledger, Ledger)):
+            if not isinstance(given, (allowed, type(None))):
+                raise TypeError(f"{name} is {given!r}; allowed: a {allowed.__name__}, or None")
+    except Exception as error:
         refuse(group, error)  # or the others would wait for this rank
         raise
     settings = {
@@ -400,7 +410,7 @@ def compress(
         reducer.adapt(link, message_bytes)
     sizes = {name: parameter.numel() for name, parameter in named.items()}
     compression = GradientCompression(
-        model,
+        named,
         policy,
         reducer,
         scale=scale,
@@ -429,6 +439,11 @@ def _check_parameters(named: Mapping[str, torch.Tensor]) -> None:
             raise TypeError(
                 f"parameter {name!r} is a DTensor, whose placements an all-reduce of DDP would "
                 "contradict; use fully_shard and compress_sharded"
+            )
+        if not parameter.is_floating_point():
+            raise TypeError(
+                f"parameter {name!r} is {parameter.dtype}; allowed: floating dtypes (keep the real "
+                "and the imaginary part as two parameters)"
             )
         if parameter.device.type != "cpu":
             raise ValueError(

@@ -20,7 +20,6 @@ import torch
 from narrowgauge.collectives.message import as_sent
 from narrowgauge.collectives.reduce import wire_format
 from narrowgauge.formats import BlockFormat, FloatFormat, Format, FormatLike, IntFormat, format_of
-from narrowgauge.ledger import round_off_sums
 
 F = TypeVar("F", bound=Format)
 FormatRule: TypeAlias = FormatLike | Mapping[str, FormatLike]
@@ -47,6 +46,11 @@ class Schedule:
     unit: Literal["step", "epoch"] = "step"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stages, Mapping):
+            raise TypeError(
+                f"stages is {type(self.stages).__name__}; it must be a dict from steps or epochs "
+                'to formats, such as {0: "fp32", 30: "e4m3"}'
+            )
         begins = list(self.stages)
         if not all(isinstance(b, int) and not isinstance(b, bool) and b >= 0 for b in begins):
             raise ValueError(f"stages begin at {begins}; allowed: whole numbers from 0")
@@ -79,10 +83,10 @@ class Hybrid:
     every: int = 100
 
     def __post_init__(self) -> None:
-        if isinstance(self.formats, str) or not self.formats:
+        if not isinstance(self.formats, (list, tuple)) or not self.formats:
             raise ValueError(f"formats is {self.formats!r}; pass at least one, in a list")
-        if not 0 < self.bound < math.inf:
-            raise ValueError(f"bound is {self.bound}; it must be positive, e.g. 0.1 for 10 %")
+        if not isinstance(self.bound, (int, float)) or not 0 < self.bound < math.inf:
+            raise ValueError(f"bound is {self.bound!r}; it must be positive, e.g. 0.1 for 10 %")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every is {self.every!r}; allowed: a number of steps from 1")
 
@@ -150,6 +154,7 @@ class HybridPolicy(FixedPolicy):
         self._candidates = sorted(candidates, key=lambda format: format.bits)
         self._keep = keep
         self._hybrid = hybrid
+        self._due = self._again = False  # measuring in this step; a measurement failed
         super().__init__({name: keep.get(name, self._candidates[-1]) for name in names})
 
     @property
@@ -157,9 +162,14 @@ class HybridPolicy(FixedPolicy):
         """Every format that may travel."""
         return {*self._candidates, *self._keep.values()}
 
+    def begin_step(self, step: int, epoch: int) -> None:
+        """Turn to the formats of this step."""
+        self._due = self._again or step % self._hybrid.every == 0
+        self._again = False
+
     def measures(self, step: int) -> bool:
         """Whether :meth:`decide` is to be called in this step."""
-        return step % self._hybrid.every == 0
+        return self._due
 
     def decide(
         self,
@@ -169,6 +179,8 @@ class HybridPolicy(FixedPolicy):
     ) -> None:
         """Choose the formats of these parameters from their gradients on all ranks.
 
+        One without a gradient keeps its format, and one that is not finite, until the next step.
+
         Args:
             gradients: float32, flat, by name; on all ranks the same names in the same order.
             scaled: whether gradients are scaled before they are rounded.
@@ -177,25 +189,28 @@ class HybridPolicy(FixedPolicy):
         free = {name: values for name, values in gradients.items() if name not in self._keep}
         if not free:
             return
-        sums = torch.tensor(
+        sums = torch.stack(
             [
-                [round_off_sums(values, as_sent(values, f, scaled)) for f in self._candidates]
-                for values in free.values()
-            ],
-            dtype=torch.float32,
-            device="cpu",
+                torch.stack([_error_sums(v, as_sent(v, f, scaled)) for f in self._candidates])
+                for v in free.values()
+            ]
         )
         sum_over_ranks(sums)
         errors = sums[..., 0] / sums[..., 1].clamp(min=1)
-        for name, errors_of_parameter in zip(free, errors.tolist(), strict=True):
-            self.formats[name] = next(
-                (
-                    format
-                    for format, error in zip(self._candidates, errors_of_parameter, strict=True)
-                    if error <= self._hybrid.bound
-                ),
-                self._candidates[-1],
-            )
+        for name, errors_of_parameter, (_, count, not_finite) in zip(
+            free, errors.tolist(), sums[:, 0].tolist(), strict=True
+        ):
+            if not_finite:  # a gradient scaler will skip this step
+                self._again = True
+            elif count:
+                self.formats[name] = next(
+                    (
+                        format
+                        for format, error in zip(self._candidates, errors_of_parameter, strict=True)
+                        if error <= self._hybrid.bound
+                    ),
+                    self._candidates[-1],
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The formats chosen so far."""
@@ -203,7 +218,27 @@ class HybridPolicy(FixedPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
+        allowed = {format.name for format in self.all_formats}
+        for name, format in state.items():
+            if name not in self.formats or format not in allowed:
+                raise ValueError(
+                    f"the state gives {name!r} the format {format!r}; allowed: the model's "
+                    f"parameters, and {', '.join(sorted(allowed))}"
+                )
         self.formats.update({name: format_of(format) for name, format in state.items()})
+
+
+def _error_sums(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Sum of relative errors, elements that count, elements that are not finite; float32.
+
+    Unlike the ledger's, an element that rounding makes infinite has an infinite error.
+    """
+    counted = (exact != 0) & exact.isfinite()
+    reference = exact[counted].double()
+    errors = ((reference - rounded[counted].double()) / reference).abs()
+    not_finite = (~exact.isfinite()).sum()
+    total = errors.nan_to_num_(math.inf, math.inf).sum()
+    return torch.stack([total, counted.sum(), not_finite]).float()
 
 
 def policy_of(

@@ -8,7 +8,7 @@ trade-off against FSDP2's own reduce-scatter: fewer bytes for some codec time an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from narrowgauge.collectives.reduce import check_scale
 from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.collectives.transport import refuse
 from narrowgauge.formats import Format, FormatLike
+from narrowgauge.gradients.checks import check_state, check_timeout, checked_count
 from narrowgauge.gradients.policy import FixedPolicy, FormatRule, Hybrid, Schedule, policy_of
 from narrowgauge.ledger import Ledger
 
@@ -55,7 +56,7 @@ class ShardedGradientCompression:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank."""
-        self._epoch = epoch
+        self._epoch = checked_count("epoch", epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The step and the epoch; equal on all ranks."""
@@ -63,7 +64,10 @@ class ShardedGradientCompression:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from what ``state_dict`` gave."""
-        self._steps, self._epoch = state["step"], state["epoch"]
+        check_state(state, ("step", "epoch"))
+        self._steps = checked_count("step", state["step"])
+        self._epoch = checked_count("epoch", state["epoch"])
+        self._policy.begin_step(self._steps, self._epoch)
 
     def begin(self, unit: str) -> Format:
         """The format for a module whose gradients are complete; for its reduce-scatter only."""
@@ -179,7 +183,13 @@ def compress_sharded(
         ValueError: a wrong format, scale or pattern, or several formats in one sharded module.
         CollectiveError: the ranks passed different arguments, or one refused its own.
     """
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; allowed: a module under fully_shard")
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule) and any(isinstance(p, DTensor) for p in _all_of(module))
+    }
     if not modules:
         raise TypeError(
             f"model is a {type(model).__name__} without a sharded module; call "
@@ -194,11 +204,17 @@ def compress_sharded(
                 "over those of a module in one buffer; pass formats or a Schedule"
             )
         check_scale(scale)
-        units = _units_of(model, list(modules))
+        check_timeout(timeout)
+        checked_count("message_bytes", message_bytes)
+        if not message_bytes:
+            raise ValueError("message_bytes is 0; allowed: whole numbers from 1")
+        if not isinstance(ledger, (Ledger, type(None))):
+            raise TypeError(f"ledger is {ledger!r}; allowed: a Ledger, or None")
+        units = _units_of(model, modules)
         policy = policy_of([name for names in units.values() for name in names], format, keep)
         check_scale(scale, policy.all_formats)
         _check_one_format_each(units, policy)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         refuse(first_group, error)  # or the others would wait for this rank
         raise
     settings = {
@@ -223,9 +239,18 @@ def compress_sharded(
     return compression
 
 
-def _units_of(model: nn.Module, modules: list[str]) -> dict[str, list[str]]:
-    """The parameters of each sharded module: those below it and below no other inside it."""
-    units: dict[str, list[str]] = {module: [] for module in modules}
+def _units_of(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:
+    """The parameters whose gradients come in one buffer, by the first module that they are of.
+
+    These are the parameters below a sharded module and below no other inside it; several modules
+    that were sharded together, as a list, have one buffer.
+    """
+    first_of = {}
+    for name, module in modules.items():
+        first_of[name] = next(
+            n for n, m in modules.items() if m._get_fsdp_state() is module._get_fsdp_state()
+        )
+    units: dict[str, list[str]] = {name: [] for name in modules}
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(
@@ -234,7 +259,7 @@ def _units_of(model: nn.Module, modules: list[str]) -> dict[str, list[str]]:
             )
         owners = [m for m in modules if not m or name.startswith(f"{m}.")]
         if owners:
-            units[max(owners, key=len)].append(name)
+            units[first_of[max(owners, key=len)]].append(name)
     return {module: names for module, names in units.items() if names}
 
 
@@ -253,7 +278,11 @@ def _check_one_format_each(units: dict[str, list[str]], policy: FixedPolicy) -> 
 
 def _group_of(module: FSDPModule) -> dist.ProcessGroup:
     """The ranks among which a module's parameters are sharded."""
-    assert isinstance(module, nn.Module)
-    parameter = next(p for p in module.parameters() if isinstance(p, DTensor))
+    parameter = next(p for p in _all_of(module) if isinstance(p, DTensor))
     dimension = next(n for n, p in enumerate(parameter.placements) if isinstance(p, Shard))
     return parameter.device_mesh.get_group(dimension)
+
+
+def _all_of(module: FSDPModule) -> Iterator[nn.Parameter]:
+    assert isinstance(module, nn.Module)
+    return module.parameters()
