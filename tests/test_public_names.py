@@ -14,6 +14,7 @@ import narrowgauge
 PACKAGE = Path(__file__).parent.parent / "src" / "narrowgauge"
 NAMES = {
     "BlockFormat",
+    "Feed",
     "FloatFormat",
     "IntFormat",
     "Ledger",
@@ -27,7 +28,7 @@ NAMES = {
     "quantize",
     "quantize_",
 }
-SUBMODULES = {"gradients", "nn"}
+SUBMODULES = {"gradients", "inputs", "nn"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,6 +1,7 @@
 """Narrowgauge: every number that training moves, in the narrowest format that still converges."""
 
 from narrowgauge import gradients as gradients
+from narrowgauge import inputs as inputs
 from narrowgauge import nn as nn
 from narrowgauge.codec import decode as decode
 from narrowgauge.codec import encode as encode
@@ -10,6 +11,7 @@ from narrowgauge.formats import BlockFormat as BlockFormat
 from narrowgauge.formats import FloatFormat as FloatFormat
 from narrowgauge.formats import IntFormat as IntFormat
 from narrowgauge.formats import format_of as format_of
+from narrowgauge.inputs import Feed as Feed
 from narrowgauge.ledger import Ledger as Ledger
 from narrowgauge.matmul import MatmulBackward as MatmulBackward
 from narrowgauge.matmul import matmul as matmul

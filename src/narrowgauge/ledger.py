@@ -28,6 +28,9 @@ class Entry:
         wire_seconds: time the stage threads waited for messages. Both overlap with computation.
         round_off_error: the paper's metric for this step, or ``None`` where it was not measured.
         levels: per level of a two-level reduction, its steps and bytes; ``None`` without levels.
+        wait_seconds: time the training step waited for this movement; ``None`` if it never does.
+        read_seconds: time to read a batch from its source; ``None`` but for ``"inputs"``, whose
+            ``codec_seconds`` are those of cutting and copying it.
     """
 
     step: int
@@ -37,6 +40,8 @@ class Entry:
     wire_seconds: float
     round_off_error: float | None = None
     levels: dict[str, dict[str, int]] | None = None
+    wait_seconds: float | None = None
+    read_seconds: float | None = None
 
 
 class Ledger:
@@ -54,12 +59,22 @@ class Ledger:
         wire_seconds: float,
         round_off_error: float | None = None,
         levels: dict[str, dict[str, int]] | None = None,
+        wait_seconds: float | None = None,
+        read_seconds: float | None = None,
     ) -> Entry:
         """Append the next step of ``movement`` and return it."""
         last = next((e for e in reversed(self.entries) if e.movement == movement), None)
         step = 0 if last is None else last.step + 1
         entry = Entry(
-            step, movement, bytes_sent, codec_seconds, wire_seconds, round_off_error, levels
+            step,
+            movement,
+            bytes_sent,
+            codec_seconds,
+            wire_seconds,
+            round_off_error,
+            levels,
+            wait_seconds,
+            read_seconds,
         )
         self.entries.append(entry)
         return entry
@@ -72,18 +87,23 @@ class Ledger:
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Per movement: the number of steps, and the means over them.
 
-        ``round_off_error`` is the mean over the steps that measured it, ``None`` if none did.
+        ``round_off_error`` is the mean over the steps that measured it, ``None`` if none did;
+        likewise waiting and reading.
         """
         result: dict[str, dict[str, Any]] = {}
         for movement in dict.fromkeys(entry.movement for entry in self.entries):
             entries = [entry for entry in self.entries if entry.movement == movement]
             errors = [e.round_off_error for e in entries if e.round_off_error is not None]
+            waits = [e.wait_seconds for e in entries if e.wait_seconds is not None]
+            reads = [e.read_seconds for e in entries if e.read_seconds is not None]
             result[movement] = {
                 "steps": len(entries),
                 "bytes_sent_per_step": _mean(entry.bytes_sent for entry in entries),
                 "codec_seconds_per_step": _mean(entry.codec_seconds for entry in entries),
                 "wire_seconds_per_step": _mean(entry.wire_seconds for entry in entries),
                 "round_off_error": _mean(errors) if errors else None,
+                "wait_seconds_per_step": _mean(waits) if waits else None,
+                "read_seconds_per_step": _mean(reads) if reads else None,
             }
         return result
 
@@ -91,16 +111,17 @@ class Ledger:
         """The summary of :meth:`as_dict` as a rich table."""
         table = Table(title="Ledger: means per step, this rank")
         table.add_column("movement")
-        for heading in ("steps", "bytes sent", "codec ms", "wire ms", "round-off error"):
+        for heading in ("steps", "bytes sent", "codec ms", "wire ms", "wait ms", "round-off error"):
             table.add_column(heading, justify="right")
         for movement, summary in self.as_dict().items():
-            error = summary["round_off_error"]
+            error, wait = summary["round_off_error"], summary["wait_seconds_per_step"]
             table.add_row(
                 movement,
                 f"{summary['steps']}",
                 f"{summary['bytes_sent_per_step']:,.0f}",
                 f"{summary['codec_seconds_per_step'] * 1e3:.2f}",
                 f"{summary['wire_seconds_per_step'] * 1e3:.2f}",
+                "–" if wait is None else f"{wait * 1e3:.2f}",
                 "not measured" if error is None else f"{error:.2%}",
             )
         return table
