@@ -16,10 +16,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from narrowgauge.collectives.transport import CollectiveError, Transport, tag_of
 
 WORD_LANE, TEXT_LANE = 2040, 2041
 _FIELDS = 8
+_TEXT_BYTES = 8192
+_AHEAD = 4
+_LAST_WORDS_SECONDS = 3.0
 
 
 class FeedError(RuntimeError):
@@ -72,53 +75,49 @@ class Consent:
         self._patience = patience.total_seconds()
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._sent = 0  # words to each peer so far
+        self._words = self._texts = 0  # to each of the others so far
         self._round = 0
-        # Kept until the peers must have got them: only then may their memory go.
-        self._under_way: deque[tuple[int, list[Any]]] = deque()
-        self._received: dict[int, int] = {}
-        self._posted: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        # A message whose work or memory is dropped before it has arrived is never sent.
+        self._under_way: deque[tuple[int, list[tuple[dist.Work, torch.Tensor]]]] = deque()
+        self._ears: dict[int, _Ear] = {}
         self._beats: threading.Thread | None = None
         if transport is not None:
-            for peer in transport.peers:
-                self._received[peer] = 0
-                self._post(peer)
+            self._ears = {peer: _Ear(transport, peer) for peer in transport.peers}
             self._beats = threading.Thread(target=self._beat, daemon=True, name="feed-alive")
             self._beats.start()
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Say nothing any more, once the others have got what was said last."""
         self._over.set()
         if self._beats is not None and self._beats is not threading.current_thread():
             self._beats.join()
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for _, sent in self._under_way:
+            for work, _ in sent:
+                with suppress(RuntimeError):  # a rank that is gone or busy; it will learn of us
+                    work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+        self._under_way.clear()
 
     def tell(self, session: int, told: Told) -> None:
         """Say a word to all other ranks; do not wait for theirs."""
-        if self._transport is None:
+        if self._transport is None or self._over.is_set():
             return
-        text = (
-            torch.frombuffer(bytearray(told.text.encode()), dtype=torch.uint8)
-            if told.text
-            else None
+        text = _packed(told.text) if told.text else None
+        word = torch.tensor(
+            [told.word, session, text is not None, *told.numbers], dtype=torch.int64, device="cpu"
         )
-        message = torch.tensor(
-            [told.word, session, 0 if text is None else len(text), *told.numbers],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        where = "telling about a batch: "
         with self._lock:
-            works: list[Any] = [message, text]
+            sent: list[tuple[dist.Work, torch.Tensor]] = []
             for peer in self._transport.peers:
-                where = "telling others about a batch: "
-                works.append(
-                    self._transport.send(message, peer, tag_of(self._sent, WORD_LANE), where)
-                )
+                tag = tag_of(self._words, WORD_LANE)
+                sent.append((self._transport.send(word, peer, tag, where), word))
                 if text is not None:
-                    works.append(
-                        self._transport.send(text, peer, tag_of(self._sent, TEXT_LANE), where)
-                    )
-            self._sent += 1
-            self._under_way.append((self._round, works))
+                    tag = tag_of(self._texts, TEXT_LANE)
+                    sent.append((self._transport.send(text, peer, tag, where), text))
+            self._words += 1
+            self._texts += text is not None
+            self._under_way.append((self._round, sent))
 
     def hear(self, session: int, batch: int) -> dict[int, Told]:
         """Wait for the word of every other rank about a batch; by rank.
@@ -126,11 +125,7 @@ class Consent:
         Raises:
             CollectiveError: a rank died, or was silent for longer than the timeout.
         """
-        found = (
-            {}
-            if self._transport is None
-            else {peer: self._hear(peer, session, batch) for peer in self._transport.peers}
-        )
+        found = {peer: self._hear(ear, session, batch) for peer, ear in self._ears.items()}
         with self._lock:
             self._round += 1
             # Who has spoken in this round has heard everything said before the last one.
@@ -138,41 +133,20 @@ class Consent:
                 self._under_way.popleft()
         return found
 
-    def _hear(self, peer: int, session: int, batch: int) -> Told:
+    def _hear(self, ear: _Ear, session: int, batch: int) -> Told:
         assert self._transport is not None
         begin = time.monotonic()
         while True:
-            message, work = self._posted[peer]
-            self._transport.wait([(peer, work)], f"before batch {batch} waiting for the word of")
-            word, of_session, size, *numbers = message.tolist()
-            text = ""
-            if size:
-                text = self._text(peer, size)
-            self._received[peer] += 1
-            self._post(peer)
+            word, of_session, numbers, text = ear.next(batch)
             if word != Word.ALIVE and of_session == session:
-                return Told(Word(word), tuple(numbers), text)
+                return Told(word, numbers, text)
             if word == Word.ALIVE and time.monotonic() - begin > self._patience:
                 raise CollectiveError(
                     f"{self._transport.named([self._transport.rank])} has batch {batch}, but "
-                    f"{self._transport.named([peer])} has not asked for it within "
+                    f"{self._transport.named([ear.peer])} has not asked for it within "
                     f"{self._patience:g} s, although it lives. All ranks must ask for equally "
                     "many batches; look at what it does"
                 )
-
-    def _text(self, peer: int, size: int) -> str:
-        assert self._transport is not None
-        text = torch.empty(size, dtype=torch.uint8, device="cpu")
-        work = self._transport.receive(text, peer, tag_of(self._received[peer], TEXT_LANE))
-        self._transport.wait([(peer, work)], "waiting for an error's text from")
-        return bytes(text.tolist()).decode(errors="replace")
-
-    def _post(self, peer: int) -> None:
-        """Begin receiving the next word early: its journey is then one way only."""
-        assert self._transport is not None
-        message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
-        work = self._transport.receive(message, peer, tag_of(self._received[peer], WORD_LANE))
-        self._posted[peer] = message, work
 
     def _beat(self) -> None:
         assert self._transport is not None
@@ -181,6 +155,54 @@ class Consent:
                 self.tell(0, Told(Word.ALIVE))
             except CollectiveError:
                 return  # whoever waits for the others' words learns more
+
+
+class _Ear:
+    """Words of one rank, received ahead: they arrive though nobody listens, one way only."""
+
+    def __init__(self, transport: Transport, peer: int) -> None:
+        self.peer = peer
+        self._transport = transport
+        self._words: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._posted = self._posted_texts = 0
+        for _ in range(_AHEAD):
+            self._post_word()
+        self._text = self._post_text()
+
+    def next(self, batch: int) -> tuple[Word, int, tuple[int, ...], str]:
+        """Wait for the next word: the word, its session, its numbers, its text."""
+        message, work = self._words.popleft()
+        self._transport.wait([(self.peer, work)], f"before batch {batch} waiting for the word of")
+        self._post_word()
+        word, session, has_text, *numbers = message.tolist()
+        text = ""
+        if has_text:
+            packed, work = self._text
+            self._transport.wait([(self.peer, work)], "waiting for the error of")
+            text = bytes(packed.tolist()).rstrip(b"\0").decode(errors="replace")
+            self._text = self._post_text()
+        return Word(word), session, tuple(numbers), text
+
+    def _post_word(self) -> None:
+        message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
+        tag = tag_of(self._posted, WORD_LANE)
+        self._words.append((message, self._transport.receive(message, self.peer, tag)))
+        self._posted += 1
+
+    def _post_text(self) -> tuple[torch.Tensor, dist.Work]:
+        packed = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        tag = tag_of(self._posted_texts, TEXT_LANE)
+        self._posted_texts += 1
+        return packed, self._transport.receive(packed, self.peer, tag)
+
+
+def _packed(text: str) -> torch.Tensor:
+    """A text in a message of fixed size; what is too long lacks its middle."""
+    raw = text.encode()
+    if len(raw) > _TEXT_BYTES:
+        half = _TEXT_BYTES // 2 - 8
+        raw = raw[:half] + b" [...] " + raw[-half:]
+    return torch.tensor(list(raw.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
 
 
 def described(error: BaseException) -> str:

@@ -262,7 +262,7 @@ class Pipeline:
         sent = self._sender.send(headers, parts)
         del parts
         delivery = self._put_own(read, shares, self._sender.bytes_sent - before)
-        self._sender.wait(sent, number)
+        self._sender.wait(sent, f"sending batch {number} to")
         delivery.wire_seconds = time.perf_counter() - begin
         delivery.copy_seconds += cutting
 

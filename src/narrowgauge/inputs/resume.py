@@ -98,8 +98,8 @@ def check_state(
         raise ValueError(f"digest of the state is {digest!r}; allowed: 32 hexadecimal digits")
     if state["length"] != length:
         raise ValueError(
-            f"the state is of a source with {state['length']} samples, this one has {length}; go on "
-            "with the data set of the saved run"
+            f"the state is of a source with {state['length']} samples, this one has {length}; go "
+            "on with the data set of the saved run"
         )
     if length is not None and state["samples"] > length:
         raise ValueError(
@@ -109,10 +109,10 @@ def check_state(
     if state["samples"] and isinstance(source, StreamSource) and not skip:
         if not source.seekable:
             raise ValueError(
-                f"this source cannot begin behind sample {state['samples']}: it has no indices and "
-                "no state of its own. Use a DataLoader over a dataset with indices or torchdata's "
-                "StatefulDataLoader, or call load_state_dict(state, skip=True) to read these samples "
-                "again and throw them away"
+                f"this source cannot begin behind sample {state['samples']}: it has no indices "
+                "and no state of its own. Use a DataLoader over a dataset with indices, or "
+                "torchdata's StatefulDataLoader, or call load_state_dict(state, skip=True) to read "
+                "these samples again and throw them away"
             )
         if own is None:
             raise ValueError(

@@ -18,7 +18,7 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _PATIENCE = 0.02
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """Memory for the tensors of one batch.
 

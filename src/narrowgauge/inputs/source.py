@@ -136,9 +136,9 @@ class IndexedSource:
         lists = self._lists(start, digest)
         if start.samples and digest.text != start.digest:
             raise ValueError(
-                f"the first {start.samples} samples of epoch {start.epoch} are others than when the "
-                f"state was saved (digest {digest.text}, saved {start.digest}): the dataset, the "
-                "sampler or the seed changed. Use those of the saved run"
+                f"the first {start.samples} samples of epoch {start.epoch} are others than when "
+                f"the state was saved (digest {digest.text}, saved {start.digest}): the dataset, "
+                "the sampler or the seed changed. Use those of the saved run"
             )
         self._generator.manual_seed(_mixed(self.seed, start.epoch, "workers"))
         self._plan.begin(lists, self._choose)
@@ -259,8 +259,8 @@ class StreamSource:
                 continue  # skipped, as was asked for
             if samples - total < start.samples:
                 raise ValueError(
-                    f"skipping {start.samples} samples ends inside of a batch of {total}; skip with "
-                    "the batch size the state was saved with"
+                    f"skipping {start.samples} samples ends inside of a batch of {total}; skip "
+                    "with the batch size the state was saved with"
                 )
             full = full or total
             state = self._loader.state_dict() if self.seekable else None  # type: ignore[attr-defined]

@@ -131,7 +131,9 @@ class Stalls:
         slow = ""
         if max(wait_share, ranks_share) >= _NOTICEABLE:
             slowest = max(stages, key=lambda name: stages[name])
-            slow = slowest if wait_share >= ranks_share else "ranks"
+            # Rank 0 has its part at once, and waits with those to whom theirs is on its way.
+            fills_step = stages[slowest] > 0.7 * step
+            slow = slowest if wait_share >= ranks_share or fills_step else "ranks"
         return StallReport(
             steps=len(steps),
             wait_share=wait_share,
@@ -171,7 +173,8 @@ def _sentence(
             f"{ranks_share:.0%} of the time was spent waiting for other ranks, whose training step "
             "or source takes longer than this rank's: compare the reports of all ranks."
         )
+    times = f"{stages[slow] * 1e3:.3g} ms a batch in a step of {step * 1e3:.3g} ms"
     return (
-        f"{wait_share:.0%} of the time was spent waiting for inputs; the slow stage is {slow}, "
-        f"{stages[slow] * 1e3:.3g} ms a batch in a step of {step * 1e3:.3g} ms: {_CHANGES[slow]}."
+        f"{wait_share + ranks_share:.0%} of the time was spent waiting for inputs; the slow stage "
+        f"is {slow}, {times}: {_CHANGES[slow]}."
     )

@@ -94,7 +94,7 @@ def _is_container(tree: Any) -> bool:
 
 
 def _with_values(tree: Any, change: Callable[[Any, str], Any], path: str) -> Any:
-    """A copy of a container with its values, one level down, replaced by ``change(value, path)``."""
+    """A copy of a container with its values replaced by ``change(value, path)``, one level down."""
     if isinstance(tree, (list, tuple)):
         elements = [change(value, f"{path}[{n}]") for n, value in enumerate(tree)]
         return type(tree)(*elements) if hasattr(tree, "_fields") else type(tree)(elements)

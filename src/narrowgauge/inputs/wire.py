@@ -58,6 +58,10 @@ class Header:
     microseconds: int = 0
 
 
+Sent = tuple[int, dist.Work, torch.Tensor]
+"""To whom, what to wait for, and the memory that must stay until then."""
+
+
 class Sender:
     """Rank 0's side; used by one thread.
 
@@ -70,64 +74,60 @@ class Sender:
         self._headers = 0
         self._tensors = dict.fromkeys(transport.peers, 0)
         self._skeletons = dict.fromkeys(transport.peers, (b"", 0))
-        self._last: list[Any] = []
+        self._said: list[Sent] = []
         self.bytes_sent = 0
 
     def announce(self, kind: Kind) -> None:
         """Say to all that there is nothing yet, or nothing more."""
-        for peer in self._transport.peers:
-            self._last += self._header(peer, Header(kind), 0)
+        said = [self._header(peer, Header(kind), 0) for peer in self._transport.peers]
         self._headers += 1
-        del self._last[: -8 * len(self._transport.peers)]
+        self._said = said  # nobody waits for it, but dropped it would not arrive
+        if kind == Kind.WAIT:
+            self.wait(said, "telling that there is no batch yet to")
 
     def send(
         self, headers: dict[int, Header], parts: dict[int, tuple[Any, list[torch.Tensor]]]
-    ) -> list[Any]:
+    ) -> list[Sent]:
         """Start sending a batch: by rank, its header and its part; what to wait for."""
-        works: list[Any] = []
-        kept: list[Any] = []
+        sent: list[Sent] = []
         for peer, (skeleton, tensors) in parts.items():
             packed = pickle.dumps(skeleton)
             known, count = self._skeletons[peer]
             changed = packed != known
-            kept += self._header(peer, headers[peer], len(packed) if changed else 0)
+            sent.append(self._header(peer, headers[peer], len(packed) if changed else 0))
             if changed:
                 message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-                kept += [message, self._start(message, peer, tag_of(count, SKELETON_LANE))]
+                sent.append(self._start(message, peer, tag_of(count, SKELETON_LANE)))
                 self._skeletons[peer] = packed, count + 1
             for tensor in tensors:
                 if tensor.numel():
                     number = self._tensors[peer]
-                    works.append(
-                        (peer, self._start(bytes_of(tensor), peer, tag_of(number, TENSOR_LANE)))
-                    )
-                    kept.append(tensor)
+                    tag = tag_of(number, TENSOR_LANE)
+                    sent.append(self._start(bytes_of(tensor), peer, tag))
                     self._tensors[peer] = number + 1
         self._headers += 1
-        return [works, kept]
+        return sent
 
-    def wait(self, sent: list[Any], number: int) -> None:
-        """Wait until a batch is on its way to all.
+    def wait(self, sent: list[Sent], doing: str) -> None:
+        """Wait until messages are on their way to all.
 
         Raises:
             CollectiveError: a rank died or does not receive.
         """
-        self._transport.wait(sent[0], f"sending batch {number} to")
+        self._transport.wait([(peer, work) for peer, work, _ in sent], doing)
 
-    def _header(self, peer: int, header: Header, skeleton: int) -> list[Any]:
-        digest = [
-            int.from_bytes(bytes.fromhex(header.digest)[n : n + 8], "little", signed=True)
-            for n in (0, 8)
-        ]
-        message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
+    def _header(self, peer: int, header: Header, skeleton: int) -> Sent:
+        digest = bytes.fromhex(header.digest)
+        parts = [int.from_bytes(digest[n : n + 8], "little", signed=True) for n in (0, 8)]
         fields = [header.kind, header.number, header.epoch, header.samples, header.total]
-        fields += [header.full, header.rows, *digest, header.microseconds, skeleton]
-        message[: len(fields)] = torch.tensor(fields, dtype=torch.int64)
-        return [message, self._start(message, peer, tag_of(self._headers, HEADER_LANE))]
+        fields += [header.full, header.rows, *parts, header.microseconds, skeleton]
+        message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
+        message[: len(fields)] = torch.tensor(fields, dtype=torch.int64, device="cpu")
+        return self._start(message, peer, tag_of(self._headers, HEADER_LANE))
 
-    def _start(self, message: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _start(self, message: torch.Tensor, peer: int, tag: int) -> Sent:
         self.bytes_sent += message.numel() * message.element_size()
-        return self._transport.send(message, peer, tag)
+        return peer, self._transport.send(message, peer, tag), message
 
 
 class Receiver:
