@@ -152,7 +152,9 @@ class FeedIterator:
             self._release()
             item = self._take()
             if isinstance(item, Failure):
-                raise item.error
+                error = item.error
+                del item  # or error, traceback and this frame would hold each other
+                raise error
             own = Told(Word.END) if isinstance(item, Over) else self._have(item)
             waited = time.perf_counter()
             parts.consent.tell(self._session, own)

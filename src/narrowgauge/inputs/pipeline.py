@@ -261,8 +261,10 @@ class Pipeline:
         begin = time.perf_counter()
         sent = self._sender.send(headers, parts)
         del parts
-        delivery = self._put_own(read, shares, self._sender.bytes_sent - before)
-        self._sender.wait(sent, f"sending batch {number} to")
+        try:
+            delivery = self._put_own(read, shares, self._sender.bytes_sent - before)
+        finally:  # what was begun must arrive, or the others wait for it
+            self._sender.wait(sent, f"sending batch {number} to")
         delivery.wire_seconds = time.perf_counter() - begin
         delivery.copy_seconds += cutting
 

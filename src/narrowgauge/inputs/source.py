@@ -142,20 +142,13 @@ class IndexedSource:
             )
         self._generator.manual_seed(_mixed(self.seed, start.epoch, "workers"))
         self._plan.begin(lists, self._choose)
-        iterator = iter(self._inner)
-        while True:
-            begin = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        for batch, seconds in _timed(self._inner):
             left_out, indices, share = self._plan.drawn.popleft()
             full = full or len(indices)
             digest.add(left_out + indices)
             samples += len(left_out) + len(indices)
             rows = len(indices) if share is None else max(share.rows, 1)
             position = Position(start.epoch, samples, digest.text, full)
-            seconds = time.perf_counter() - begin
             yield Read(batch, len(indices), rows, share, position, seconds)
 
     def _lists(self, start: Position, digest: Digest) -> Iterator[list[Any]]:
@@ -244,13 +237,7 @@ class StreamSource:
         if start.state is not None:
             self._loader.load_state_dict(start.state)  # type: ignore[attr-defined]
             samples = start.samples
-        iterator = iter(self._loader)
-        while True:
-            begin = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                break
+        for batch, seconds in _timed(self._loader):
             total = samples_in(batch)
             if total == 0:
                 continue
@@ -265,12 +252,45 @@ class StreamSource:
             full = full or total
             state = self._loader.state_dict() if self.seekable else None  # type: ignore[attr-defined]
             position = Position(start.epoch, samples, _count_digest(samples), full, state)
-            yield Read(batch, total, total, None, position, time.perf_counter() - begin)
+            yield Read(batch, total, total, None, position, seconds)
         if samples < start.samples:
             raise ValueError(
                 f"the source ended after {samples} samples, but {start.samples} of it were "
                 "delivered when the state was saved; it is another source"
             )
+
+
+def _timed(loader: Iterable[Any]) -> Generator[tuple[Any, float], None, None]:
+    """What a loader gives, with the seconds it took; its workers end with it."""
+    iterator = iter(loader)
+    try:
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch, time.perf_counter() - begin
+    except Exception as error:
+        _explain_dead_workers(iterator, error)
+        raise
+    finally:
+        # An error's traceback holds the iterator, so its workers would live as long as the error.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None and not getattr(loader, "persistent_workers", False):
+            shut_down()
+
+
+def _explain_dead_workers(iterator: Any, error: Exception) -> None:
+    """Raise an error that says so if a worker was killed: torch may only miss its connection."""
+    for worker in getattr(iterator, "_workers", ()):
+        if isinstance(error, OSError):
+            worker.join(0.2)  # its end is seen a moment after that of its connection
+        if worker.exitcode is not None and worker.exitcode < 0:
+            raise RuntimeError(
+                f"DataLoader worker (pid {worker.pid}) was killed by signal {-worker.exitcode}; if "
+                "nobody did it, memory ran out: use fewer num_workers or a smaller prefetch_factor"
+            ) from error
 
 
 Source = IndexedSource | StreamSource
