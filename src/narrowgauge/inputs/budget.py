@@ -9,6 +9,9 @@ DataLoader's workers prepare before they hand it over is not.
 from __future__ import annotations
 
 import threading
+import time
+
+_COURTESY = 1e-3
 
 
 class Closed(Exception):
@@ -99,9 +102,14 @@ class Horizon:
             Closed: the iteration is over.
         """
         with self._condition:
+            waits = number > self._last and not self._closed
             allowed = self._condition.wait_for(
                 lambda: self._closed or number <= self._last, seconds
             )
             if self._closed:
                 raise Closed
-            return allowed
+        if waits and allowed:
+            # It was woken by the thread that is about to hand over a batch: let that one have the
+            # interpreter. Nothing waits for this one, which is ahead.
+            time.sleep(_COURTESY)
+        return allowed

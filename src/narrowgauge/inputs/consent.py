@@ -29,7 +29,7 @@ from narrowgauge.collectives.transport import CollectiveError, Transport, tag_of
 WORD_LANE, TEXT_LANE = 2040, 2041
 _FIELDS = 8
 _TEXT_BYTES = 8192
-_AHEAD = 4
+_AHEAD = 16
 _LAST_WORDS_SECONDS = 3.0
 
 
@@ -165,15 +165,15 @@ class _Ear:
         self._transport = transport
         self._words: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._posted = self._posted_texts = 0
-        for _ in range(_AHEAD):
-            self._post_word()
+        self._post_words()
         self._text = self._post_text()
 
     def next(self, batch: int) -> tuple[Word, int, tuple[int, ...], str]:
         """Wait for the next word: the word, its session, its numbers, its text."""
         message, work = self._words.popleft()
         self._transport.wait([(self.peer, work)], f"before batch {batch} waiting for the word of")
-        self._post_word()
+        if len(self._words) <= _AHEAD // 2:
+            self._post_words()  # several at once: seldom between a step and its batch
         word, session, has_text, *numbers = message.tolist()
         text = ""
         if has_text:
@@ -183,11 +183,12 @@ class _Ear:
             self._text = self._post_text()
         return Word(word), session, tuple(numbers), text
 
-    def _post_word(self) -> None:
-        message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
-        tag = tag_of(self._posted, WORD_LANE)
-        self._words.append((message, self._transport.receive(message, self.peer, tag)))
-        self._posted += 1
+    def _post_words(self) -> None:
+        while len(self._words) < _AHEAD:
+            message = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
+            tag = tag_of(self._posted, WORD_LANE)
+            self._words.append((message, self._transport.receive(message, self.peer, tag)))
+            self._posted += 1
 
     def _post_text(self) -> tuple[torch.Tensor, dist.Work]:
         packed = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")

@@ -170,8 +170,10 @@ class FeedIterator:
         if word == Word.HAVE and isinstance(item, Delivery):
             now = time.perf_counter()
             self._count(item, begin, waited, now)
+            batch = self._hand_over(item)
+            # Last of all: the threads it wakes compete with this one for the interpreter.
             self._allow_more([own, *told.values()])
-            return self._hand_over(item)
+            return batch
         if word == Word.STOP:
             left = sorted(rank for rank, said in told.items() if said.word == Word.STOP)
             self._progress.ended_by = tuple(left)
@@ -229,7 +231,7 @@ class FeedIterator:
         assert found is not None
         progress.batch = BatchInfo(
             item.position.epoch,
-            self._number - 1,
+            self._number,
             item.position.samples,
             tuple(share.count for share in found),
             parts.rank,
