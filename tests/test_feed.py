@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
 import threading
 import time
 import warnings
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from narrowgauge import Feed, Ledger
 from narrowgauge.inputs import FeedError
+from narrowgauge.report import stalls
 from tests.feed_data import Images, Numbers, Slow
 from tests.ranks import Raised, run_ranks
 
@@ -350,8 +356,14 @@ def test_a_feed_works_in_one_process_and_as_long_as_its_loader() -> None:
         assert (feed.batch.total, feed.batch.count, feed.batch.weight) == (5, 5, 1.0)
     with Feed(DataLoader(Numbers(21), batch_size=8), tail="drop") as feed:
         assert len(feed) == len(list(feed)) == 2
+    found = []
+    for part in Feed(DataLoader(Numbers(21), batch_size=8)):  # nobody else holds it
+        found += part.tolist()
+    assert found == list(range(21))
     with Feed([torch.zeros(1)] * 4) as feed:
         assert len(feed) == len(list(feed)) == 4
+    with Feed(DataLoader(Numbers(0))) as feed:
+        assert list(feed) == list(feed) == []
     with Feed(iter([torch.zeros(1)])) as feed, pytest.raises(TypeError, match="does not know how"):
         len(feed)
 
@@ -448,15 +460,15 @@ def consume_slowly() -> int:
     """A step that takes longer than the timeout, and a rank that is busy elsewhere as long."""
     loader = DataLoader(Slow(12, 0.01), batch_size=2)
     count = 0
-    with Feed(loader, source="rank0", timeout=1.0) as feed:
+    with Feed(loader, source="rank0", timeout=0.6) as feed:
         for _ in feed:
             count += 1
             if count == 2:
-                time.sleep(2.5)
+                time.sleep(1.3)
             if count == 4 and dist.get_rank() == 0:
-                time.sleep(2.5)
+                time.sleep(1.3)
             if count == 5 and dist.get_rank() == 1:
-                time.sleep(2.5)
+                time.sleep(1.3)
     return count
 
 
@@ -499,3 +511,162 @@ def stop_on(rank: int, source: Source) -> Any:
 
 def test_a_feed_error_is_a_runtime_error() -> None:
     assert issubclass(FeedError, RuntimeError)
+
+
+def random_runs(first: int, count: int) -> list[list[int]]:
+    """Runs that are cut somewhere and go on in a new feed; what this rank counted in each."""
+    found = []
+    for number in range(first, first + count):
+        draw = random.Random(number)
+        world = dist.get_world_size()
+        tail: Any = draw.choice(["exact", "drop", "pad"])
+        batch = world * draw.randint(1, 4) if tail == "drop" else draw.randint(1, 12)
+        samples, depth = draw.randint(1, 40), draw.randint(1, 4)
+        stop, shuffle = draw.randint(1, 6), draw.random() < 0.5
+        loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=shuffle)
+        counted: list[int] = []
+        state = None
+        for source in (draw.choice(["rank0", "shard"]), draw.choice(["rank0", "shard"])):
+            with Feed(
+                loader,
+                source=source,  # type: ignore[arg-type]
+                tail=tail,
+                depth=depth,
+                seed=number,
+                timeout=20,
+                max_bytes=draw.choice([2 * 8 * batch, 1000 * batch]),
+            ) as feed:
+                if state is not None:
+                    if state["epoch"]:
+                        break
+                    feed.load_state_dict(state)
+                for part in feed:
+                    assert feed.batch is not None
+                    counted += part[: feed.batch.count].tolist()
+                    if state is None and feed.batch.number + 1 == stop:
+                        break
+                state = feed.state_dict()
+        assert state is not None
+        assert (state["epoch"], state["samples"]) == (1, 0)
+        found.append(counted)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_sample_comes_once_in_random_runs_on_real_ranks(world: int) -> None:
+    ranks = run_ranks(random_runs, world, 1000 * world, 30, timeout=120)
+    for number, parts in enumerate(zip(*ranks, strict=True), 1000 * world):
+        draw = random.Random(number)
+        tail = draw.choice(["exact", "drop", "pad"])
+        batch = world * draw.randint(1, 4) if tail == "drop" else draw.randint(1, 12)
+        samples = draw.randint(1, 40)
+        complete = samples // batch * batch if tail == "drop" else samples
+        got = sorted(chain(*parts))
+        assert len(got) == len(set(got)) == complete, number
+
+
+def workers_stay(iterations: int) -> tuple[list[int], set[int]]:
+    loader = DataLoader(
+        Pids(24), batch_size=4, num_workers=1, persistent_workers=True, prefetch_factor=2
+    )
+    counts, pids = [], set()
+    with Feed(loader, source="rank0", timeout=20) as feed:
+        for _ in range(iterations):
+            count = 0
+            for part in feed:
+                pids |= set(part.tolist())
+                count += 1
+            counts.append(count)
+    return counts, pids
+
+
+class Pids(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
+
+
+def test_persistent_workers_stay_from_epoch_to_epoch() -> None:
+    for counts, pids in run_ranks(workers_stay, 2, 3):
+        assert counts == [6, 6, 6]
+        assert len(pids) == 1
+
+
+def test_the_ledger_and_the_report_hold_waiting_and_reading() -> None:
+    with Feed(DataLoader(Slow(8, 0.02), batch_size=2)) as feed:
+        for _ in feed:
+            pass
+        summary = feed.ledger.as_dict()["inputs"]
+        assert summary["steps"] == 4
+        assert 0.03 < summary["read_seconds_per_step"] < 0.5
+        assert summary["wait_seconds_per_step"] > 0.02
+        stalled = feed.stalls()
+        assert stalled.slow_stage == "read"
+        assert "give the DataLoader more num_workers" in stalled.sentence
+        table = stalls({"rank 0": stalled.as_dict()})
+        assert table.rows[0][0] == "rank 0"
+        assert f"rank 0: {stalled.sentence}" in table.notes
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(stalled.table())
+            console.print(feed.ledger.table())
+        assert "high water MB" in capture.get()
+        assert "wait ms" in capture.get()
+
+
+def from_subgroup() -> Any:
+    pair = dist.new_group([2, 0])  # its ranks 0 and 1
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="not a member of the given process group"):
+            Feed(DataLoader(Numbers(12), batch_size=4), group=pair)
+        return None
+    loader = DataLoader(Numbers(12), batch_size=4) if dist.get_rank(pair) == 0 else None
+    with torch.device("meta"), Feed(loader, source="rank0", group=pair, tail="drop") as feed:
+        assert len(feed) == 3
+        return torch.cat(list(feed)).tolist()
+
+
+def test_a_feed_among_some_of_the_ranks() -> None:
+    first, _, second = run_ranks(from_subgroup, 3)
+    assert sorted(first + second) == list(range(12))
+
+
+def test_the_same_seed_gives_the_same_order_as_torch_lets_one_say_it() -> None:
+    def order(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        with Feed(DataLoader(Numbers(50), batch_size=7, shuffle=True)) as feed:
+            return torch.cat(list(feed)).tolist()
+
+    def by_generator(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(Numbers(50), batch_size=7, shuffle=True, generator=generator)
+        with Feed(loader) as feed:
+            return torch.cat(list(feed)).tolist()
+
+    assert order(1) == order(1) != order(2)
+    assert by_generator(1) == by_generator(1) != by_generator(2)
+
+
+def forget_feeds() -> list[str]:
+    gc.disable()
+    for source in ("rank0", "shard"):
+        feed = Feed(DataLoader(Numbers(4000), batch_size=4), source=source, timeout=20)  # type: ignore[arg-type]
+        for _ in range(2):
+            next(iter(feed))
+        del feed
+    return feed_threads()
+
+
+def test_a_feed_that_nobody_holds_ends_its_threads() -> None:
+    assert run_ranks(forget_feeds, 2) == [[], []]
+
+
+def custom_batches(source: Source, tail: Any) -> list[int]:
+    lists = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14], [15]]
+    with Feed(DataLoader(Numbers(16), batch_sampler=lists), source=source, tail=tail) as feed:
+        return [len(part) for part in feed]
+
+
+@pytest.mark.parametrize(("tail", "rows"), [("pad", [2] * 5), ("drop", [2] * 3)])
+def test_batches_of_a_batch_sampler_are_full_like_its_first(tail: str, rows: list[int]) -> None:
+    for source in ("rank0", "shard"):
+        assert run_ranks(custom_batches, 2, source, tail) == [rows, rows]

@@ -12,7 +12,7 @@ import base64
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,6 +254,33 @@ def number_lines(formats: Sequence[FormatLike], *, caption: str) -> Figure:
         axes.spines[["top", "right", "left"]].set_visible(False)
 
     return _figure(draw, caption, size=(8.2, 0.9 + 0.75 * len(narrow)))
+
+
+def stalls(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
+    """How long ranks waited for their inputs, and what to change, as a table.
+
+    Args:
+        ranks: by the rank's name, its stall report as plain numbers and text
+            (``feed.stalls().as_dict()``).
+    """
+    columns = ("inputs", "steps", "waited", "p50", "p99", "for ranks", "step", "read", "wire")
+    rows = []
+    for name, found in ranks.items():
+        seconds = (found[key] for key in ("wait_p50", "wait_p99"))
+        stages = (found[key] for key in ("step", "read", "wire", "copy"))
+        rows.append(
+            (
+                name,
+                f"{found['steps']}",
+                f"{found['wait_share']:.1%}",
+                *(f"{value * 1e3:.2f} ms" for value in seconds),
+                f"{found['ranks_share']:.1%}",
+                *(f"{value * 1e3:.1f} ms" for value in stages),
+                bytes_text(found["high_water_bytes"]),
+            )
+        )
+    notes = [f"{name}: {found['sentence']}" for name, found in ranks.items()]
+    return Table("Waiting for inputs", (*columns, "copy", "high water"), rows, notes)
 
 
 def write_html(

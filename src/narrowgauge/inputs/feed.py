@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,7 @@ class Feed:
         TypeError: an argument is of a wrong type, or a dataset of single samples.
         ValueError: a wrong argument, or a loader that is split among ranks already.
         CollectiveError: ranks passed different arguments, or one refused its own.
+        RuntimeError: this rank is not in ``group``.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class Feed:
     ) -> None:
         alone = group is None and not dist.is_initialized()
         self._rank = 0 if alone else dist.get_rank(group)
+        if self._rank < 0:
+            raise RuntimeError("this rank is not a member of the given process group")
         reads = source == "shard" or self._rank == 0
         try:
             limit = check_arguments(
@@ -137,12 +141,14 @@ class Feed:
         self._tail: Tail = tail
         self._depth, self._max_bytes = depth, max_bytes
         self._budget = Budget(depth, max_bytes)
+        divide = partial(_divide, self._world_size, tail)
         self._source: Source | None = None
         self._seed = seed or 0
         if reads:
-            own_part = self._own_share if source == "shard" and self._world_size > 1 else None
+            alone_here = source == "rank0" or self._world_size == 1
+            own_part = None if alone_here else partial(_own, divide, self._rank)
             self._source = source_of(loader, self._seed, own_part)
-        self._length, self._batches = self._share_facts()
+        self._length, self._batches, self._full = self._share_facts()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if self._transport is not None and source == "rank0":
@@ -155,7 +161,7 @@ class Feed:
             rank=self._rank,
             reads=reads,
             timeout=self._timeout,
-            shares=self._shares,
+            shares=divide,
             consent=Consent(self._transport, patience),
             stage=stage,
             stalls=Stalls(),
@@ -196,7 +202,7 @@ class Feed:
         pipeline = Pipeline(
             self._rank,
             progress.position,
-            self._shares,
+            self._parts.shares,
             self._source,
             self._sender,
             self._receiver,
@@ -205,7 +211,7 @@ class Feed:
             self._timeout / 3,
         )
         self._pipelines[:] = [pipeline]
-        iterator = FeedIterator(self._parts, progress, self._budget, pipeline, self._session)
+        iterator = FeedIterator(self, self._parts, progress, self._budget, pipeline, self._session)
         self._active = weakref.ref(iterator)
         return iterator
 
@@ -217,9 +223,8 @@ class Feed:
         """
         if self._batches is None:
             raise TypeError("the source of this feed does not know how many batches it has")
-        if self._tail == "drop" and self._length is not None and self._source is not None:
-            full = self._source.full
-            return self._length // full if full else self._batches
+        if self._tail == "drop" and self._length is not None and self._full:
+            return self._length // self._full
         return self._batches
 
     def __enter__(self) -> Feed:
@@ -286,25 +291,33 @@ class Feed:
         active = None if self._active is None else self._active()
         return None if active is None or active.over else active
 
-    def _shares(self, total: int, full: int) -> list[Share] | None:
-        return shares(total, self._world_size, self._tail, full)
-
-    def _own_share(self, total: int) -> Share | None:
-        assert self._source is not None
-        found = self._shares(total, self._source.full or total)
-        return None if found is None else found[self._rank]
-
-    def _share_facts(self) -> tuple[int | None, int | None]:
-        """Samples and batches of an epoch and the seed, as rank 0 knows them."""
+    def _share_facts(self) -> tuple[int | None, int | None, int]:
+        """Samples, batches of an epoch and samples of a batch (and the seed), as rank 0 says."""
         source = self._source
         length = -1 if source is None or source.length is None else source.length
         batches = -1 if source is None or source.batches is None else source.batches
+        full = 0 if source is None else source.full
         if self._transport is not None:
-            facts = torch.tensor([self._seed, length, batches], dtype=torch.int64, device="cpu")
-            self._seed, length, batches = self._transport.all_gather(facts)[0].tolist()
+            own = [self._seed, length, batches, full]
+            facts = torch.tensor(own, dtype=torch.int64, device="cpu")
+            self._seed, length, batches, full = self._transport.all_gather(facts)[0].tolist()
         if source is not None:
             source.seed = self._seed
-        return (None if length < 0 else length), (None if batches < 0 else batches)
+        return (None if length < 0 else length), (None if batches < 0 else batches), full
+
+
+# Functions, not methods: what holds a method holds the feed, which then ends late or never.
+
+
+def _divide(world_size: int, tail: Tail, total: int, full: int) -> list[Share] | None:
+    return shares(total, world_size, tail, full)
+
+
+def _own(
+    divide: Callable[[int, int], list[Share] | None], rank: int, total: int, full: int
+) -> Share | None:
+    found = divide(total, full)
+    return None if found is None else found[rank]
 
 
 def _end(consent: Consent, pipelines: list[Pipeline]) -> None:

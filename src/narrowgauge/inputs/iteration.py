@@ -117,6 +117,7 @@ class FeedIterator:
 
     def __init__(
         self,
+        feed: object,
         parts: Parts,
         progress: Progress,
         budget: Budget,
@@ -124,6 +125,7 @@ class FeedIterator:
         session: int,
     ) -> None:
         self.over = False
+        self._feed = feed  # which ends its threads when nobody holds it any more
         self._parts = parts
         self._progress = progress
         self._budget = budget

@@ -96,8 +96,9 @@ class Digest:
         return self._hash.hexdigest()
 
 
-Choose = Callable[[int], "Share | None"]
-"""The share of this rank in a batch of so many samples; ``None``: the batch is left out."""
+Choose = Callable[[int, int], "Share | None"]
+"""The share of this rank in a batch of so many samples, of which a full one has so many; ``None``:
+the batch is left out."""
 
 
 class IndexedSource:
@@ -141,7 +142,7 @@ class IndexedSource:
                 "the sampler or the seed changed. Use those of the saved run"
             )
         self._generator.manual_seed(_mixed(self.seed, start.epoch, "workers"))
-        self._plan.begin(lists, self._choose)
+        self._plan.begin(lists, self._choose, full)
         for batch, seconds in _timed(self._inner):
             left_out, indices, share = self._plan.drawn.popleft()
             full = full or len(indices)
@@ -174,14 +175,15 @@ class _Plan(Sampler[list[Any]]):
     def __init__(self) -> None:
         self.drawn: deque[tuple[list[Any], list[Any], Share | None]] = deque()
 
-    def begin(self, lists: Iterator[list[Any]], choose: Choose | None) -> None:
+    def begin(self, lists: Iterator[list[Any]], choose: Choose | None, full: int) -> None:
         self.drawn.clear()
-        self._lists, self._choose = lists, choose
+        self._lists, self._choose, self._full = lists, choose, full
 
     def __iter__(self) -> Iterator[list[Any]]:
         left_out: list[Any] = []
         for indices in self._lists:
-            share = None if self._choose is None else self._choose(len(indices))
+            self._full = self._full or len(indices)
+            share = None if self._choose is None else self._choose(len(indices), self._full)
             if self._choose is not None and share is None:
                 left_out += indices
                 continue
@@ -359,7 +361,8 @@ def draw_seed(loader: Any) -> int:
     """A seed from where the loader would draw it: its generator, or torch's global one."""
     generator = getattr(getattr(loader, "sampler", None), "generator", None)
     generator = generator or getattr(loader, "generator", None)
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    empty = torch.empty((), dtype=torch.int64, device="cpu")
+    return int(empty.random_(generator=generator).item())
 
 
 def empty_digest() -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 _KEPT = 10_000  # of the last steps: enough for a p99, and no more memory however long it runs
 _NOTICEABLE = 0.01
+_NOTICEABLE_RANKS = 0.05  # ranks never come at the very same moment
 
 _CHANGES = {
     "read": "give the DataLoader more num_workers, make its transforms cheaper, or store the data "
@@ -129,7 +130,7 @@ class Stalls:
         stages = {name: quantile([getattr(step, name) for step in steps], 0.5) for name in _CHANGES}
         step = quantile([step.seconds for step in steps], 0.5)
         slow = ""
-        if max(wait_share, ranks_share) >= _NOTICEABLE:
+        if wait_share >= _NOTICEABLE or ranks_share >= _NOTICEABLE_RANKS:
             slowest = max(stages, key=lambda name: stages[name])
             # Rank 0 has its part at once, and waits with those to whom theirs is on its way.
             fills_step = stages[slowest] > 0.7 * step

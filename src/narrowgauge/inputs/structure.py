@@ -245,7 +245,7 @@ class _Knife:
         own = tensor[share.start : share.start + share.count]
         if share.rows == share.count:
             return own
-        repeated = torch.tensor(share.indices[share.count :])
+        repeated = torch.tensor(share.indices[share.count :], device="cpu")
         raw = tensor.contiguous()
         if raw.dtype.itemsize == 1 and raw.dtype != torch.bool:
             raw = raw.view(torch.uint8)  # float8 has no index_select
