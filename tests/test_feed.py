@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -670,3 +673,40 @@ def custom_batches(source: Source, tail: Any) -> list[int]:
 def test_batches_of_a_batch_sampler_are_full_like_its_first(tail: str, rows: list[int]) -> None:
     for source in ("rank0", "shard"):
         assert run_ranks(custom_batches, 2, source, tail) == [rows, rows]
+
+
+RESIDENT = """
+import time
+import torch
+from torch.utils.data import DataLoader
+from narrowgauge import Feed
+from tests.feed_data import Slow
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+for samples, size in ((8, 8), (200, 250_000)):  # first whatever is loaded once
+    before, most = resident(), 0
+    loader = DataLoader(Slow(samples, 0.0, size), batch_size=4)  # 8 MB
+    with Feed(loader, depth=50, max_bytes=50_000_000) as feed:
+        for part in feed:
+            del part
+            time.sleep(0.01)
+            most = max(most, resident())
+print(most - before, feed.stalls().high_water_bytes)
+"""
+
+
+def test_the_process_grows_by_no_more_than_max_bytes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # freed memory goes back at once
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, high_water = map(int, done.stdout.split())
+    assert 40e6 <= high_water <= 50e6
+    assert grown < 60e6  # and what reading a sample takes

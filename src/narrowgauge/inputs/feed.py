@@ -161,6 +161,7 @@ class Feed:
             rank=self._rank,
             reads=reads,
             timeout=self._timeout,
+            patience=patience.total_seconds(),
             shares=divide,
             consent=Consent(self._transport, patience),
             stage=stage,

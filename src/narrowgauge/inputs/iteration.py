@@ -74,6 +74,7 @@ class Parts:
         rank: this one.
         reads: whether it reads the source.
         timeout: seconds the source may take for a batch.
+        patience: seconds that ranks which live may take before others give up.
         shares: how a batch of so many samples, of which a full one has so many, is split.
         consent: the words between the ranks.
         stage: brings parts to the device.
@@ -84,6 +85,7 @@ class Parts:
     rank: int
     reads: bool
     timeout: float
+    patience: float
     shares: Callable[[int, int], list[Share] | None]
     consent: Consent
     stage: Stage
@@ -205,10 +207,15 @@ class FeedIterator:
     def _take(self) -> Delivery | Failure | Over:
         parts = self._parts
         # Who receives hears from rank 0 in time, or its thread raises.
-        limit = parts.timeout if parts.reads else None
+        limit = parts.timeout if parts.reads else parts.patience
         try:
             return self._pipeline.ready.get(timeout=limit)
         except Empty:
+            if not parts.reads:
+                raise TimeoutError(
+                    f"rank 0 lives, but batch {self._number} was not ready here within {limit:g} s; "
+                    "see whether on_device hangs"
+                ) from None
             raise TimeoutError(
                 f"the source gave no batch {self._number} within {parts.timeout:g} s. If reading "
                 "takes that long, pass a longer timeout; a DataLoader with num_workers and a "
