@@ -213,8 +213,8 @@ class FeedIterator:
         except Empty:
             if not parts.reads:
                 raise TimeoutError(
-                    f"rank 0 lives, but batch {self._number} was not ready here within {limit:g} s; "
-                    "see whether on_device hangs"
+                    f"rank 0 lives, but batch {self._number} was not ready here within "
+                    f"{limit:g} s; see whether on_device hangs"
                 ) from None
             raise TimeoutError(
                 f"the source gave no batch {self._number} within {parts.timeout:g} s. If reading "
