@@ -43,7 +43,11 @@ def feed_threads() -> list[str]:
 
 def read_images(source: Source, samples: int, batch: int, tail: Any, workers: int) -> Any:
     loader = DataLoader(
-        Images(samples), batch_size=batch, shuffle=True, num_workers=workers, drop_last=False
+        Images(samples),
+        batch_size=batch,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
     )
     ledger = Ledger()
     found = []
@@ -570,7 +574,11 @@ def test_every_sample_comes_once_in_random_runs_on_real_ranks(world: int) -> Non
 
 def workers_stay(iterations: int) -> tuple[list[int], set[int]]:
     loader = DataLoader(
-        Pids(24), batch_size=4, num_workers=1, persistent_workers=True, prefetch_factor=2
+        Pids(24),
+        batch_size=4,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
     )
     counts, pids = [], set()
     with Feed(loader, source="rank0", timeout=20) as feed:
@@ -691,7 +699,7 @@ for samples, size in ((8, 8), (200, 250_000)):  # first whatever is loaded once
     with Feed(loader, depth=50, max_bytes=50_000_000) as feed:
         for part in feed:
             del part
-            time.sleep(0.01)
+            time.sleep(0.5 if feed.batch.number % 20 == 10 else 0.01)
             most = max(most, resident())
 print(most - before, feed.stalls().high_water_bytes)
 """
@@ -708,5 +716,5 @@ def test_the_process_grows_by_no_more_than_max_bytes() -> None:
     )
     assert done.returncode == 0, done.stderr
     grown, high_water = map(int, done.stdout.split())
-    assert 40e6 <= high_water <= 50e6
+    assert 24e6 <= high_water <= 50e6
     assert grown < 60e6  # and what reading a sample takes
