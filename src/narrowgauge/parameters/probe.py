@@ -1,0 +1,129 @@
+"""Whether an optimizer may be cut: it is tried out on a few numbers, whole and in pieces.
+
+There is no list of good optimizers to keep: whatever updates every element by its own gradient and
+state alone gives the same numbers either way. What does not (norms of layers, factored or
+orthogonalised moments, line searches) is refused before training, not found out after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_STEPS = 3
+
+
+def check_divisible(
+    optimizer_class: type[torch.optim.Optimizer], settings: Mapping[str, Any], whole: bool
+) -> None:
+    """Raise unless an optimizer gives the same numbers for parts as for all parameters together.
+
+    Args:
+        optimizer_class: the optimizer.
+        settings: its arguments.
+        whole: the parts are whole parameters; else they are cut anywhere.
+
+    Raises:
+        ValueError: it does not, or it needs a closure or sparse gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    starts = [random(6, 8), random(4, 5)]
+    gradients = [[random(6, 8), random(4, 5)] for _ in range(_STEPS)]
+    parts = [[start] for start in starts]
+    cut = [[[g] for g in step] for step in gradients]
+    if not whole:
+        places = ((0, 13, 48), (0, 2, 20))
+        parts = [_cut(start, p) for start, p in zip(starts, places, strict=True)]
+        cut = [[_cut(g, p) for g, p in zip(step, places, strict=True)] for step in gradients]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            together = _updated(optimizer_class, settings, starts, gradients)
+            if whole:
+                apart = [
+                    _updated(optimizer_class, settings, part, [step[n] for step in cut])
+                    for n, part in enumerate(parts)
+                ]
+            else:
+                flat = [piece for part in parts for piece in part]
+                steps = [[piece for part in step for piece in part] for step in cut]
+                pieces = _updated(optimizer_class, settings, flat, steps)
+                apart = [pieces[:2], pieces[2:]]
+        except Exception as error:
+            raise ValueError(
+                f"{optimizer_class.__name__} cannot be sharded{_way_out(whole)}: tried on "
+                f"{'matrices' if whole else 'pieces of matrices'}, it raised {error!r}"
+            ) from error
+    for result, parts_of_it in zip(together, apart, strict=True):
+        if not torch.allclose(
+            result.flatten(), torch.cat([part.flatten() for part in parts_of_it]), 1e-5, 1e-6
+        ):
+            what = "parameter" if whole else "element"
+            raise ValueError(
+                f"{optimizer_class.__name__} cannot be sharded{_way_out(whole)}: its update of one "
+                f"{what} depends on others (or on chance), so that shards would train otherwise "
+                "than all parameters together"
+            )
+
+
+def _way_out(whole: bool) -> str:
+    return "" if whole else " by element (whole_parameters=True gives each rank whole parameters)"
+
+
+def _cut(tensor: Tensor, places: Sequence[int]) -> list[Tensor]:
+    flat = tensor.flatten()
+    return [flat[a:b].clone() for a, b in zip(places, places[1:], strict=False)]
+
+
+def _updated(
+    optimizer_class: type[torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+    starts: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """The tensors after a few steps with these gradients."""
+    tensors = [torch.nn.Parameter(start.clone()) for start in starts]
+    optimizer = optimizer_class(tensors, **copy.deepcopy(dict(settings)))
+    for step in gradients:
+        for tensor, gradient in zip(tensors, step, strict=True):
+            tensor.grad = gradient.clone()
+        optimizer.step()
+    return [tensor.detach() for tensor in tensors]
+
+
+def state_kinds(
+    optimizer_class: type[torch.optim.Optimizer], settings: Mapping[str, Any]
+) -> dict[str, torch.dtype | None]:
+    """What an optimizer keeps for a parameter once it has stepped.
+
+    Returns:
+        Per key the dtype of what it keeps for each element, or ``None`` for one number.
+
+    Raises:
+        TypeError: it keeps something else.
+    """
+    with torch.random.fork_rng(devices=[]):
+        tensor = torch.nn.Parameter(torch.ones(7))
+        optimizer = optimizer_class([tensor], **copy.deepcopy(dict(settings)))
+        tensor.grad = torch.ones(7)
+        optimizer.step()
+    kinds: dict[str, torch.dtype | None] = {}
+    for key, value in optimizer.state[tensor].items():
+        if isinstance(value, Tensor) and value.shape == tensor.shape:
+            kinds[key] = value.dtype
+        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            kinds[key] = None
+        elif value is not None:
+            raise TypeError(
+                f"{optimizer_class.__name__} keeps {key!r}, a {type(value).__name__}, for each "
+                "parameter, which cannot be saved in shards; allowed: tensors like the parameter, "
+                "and numbers"
+            )
+    return kinds
