@@ -6,6 +6,7 @@ import ctypes
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ def check_arguments(
     optimizer_class: Any, tolerance: Any, check_every: Any, message_bytes: Any, timeout: Any
 ) -> None:
     """Raise TypeError or ValueError for arguments that are not what they should be."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
         raise TypeError(
             f"optimizer_class is {optimizer_class!r}; allowed: a subclass of "
             "torch.optim.Optimizer, such as torch.optim.AdamW, not an instance"
@@ -56,15 +59,15 @@ def check_parameters(parameters: Sequence[tuple[str, Tensor, int]]) -> None:
             )
         if parameter.device.type != "cpu":
             raise ValueError(
-                f"parameter {name!r} is on {parameter.device}; parameters travel over Gloo from CPU "
-                "memory: keep the model on the CPU"
+                f"parameter {name!r} is on {parameter.device}; parameters travel over Gloo from "
+                "CPU memory: keep the model on the CPU"
             )
     ends = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p, _ in parameters
         if p.numel()
     )
-    for (_, end, name), (begin, _, other) in zip(ends, ends[1:], strict=False):
+    for (_, end, name), (begin, _, other) in pairwise(ends):
         if begin < end:
             raise ValueError(
                 f"parameters {name!r} and {other!r} share memory without being the same parameter; "

@@ -135,7 +135,9 @@ class Exchange:
             return result
         chunks = [chunk for space in spaces for chunk in self._chunks_of(space, blocks)]
         first = transport.reserve(1 + 2 * len(chunks))
-        greetings = {peer: torch.zeros(_GREETING_BYTES, dtype=torch.uint8) for peer in transport.peers}
+        greetings = {
+            peer: torch.zeros(_GREETING_BYTES, dtype=torch.uint8) for peer in transport.peers
+        }
         greeted = [
             (peer, transport.receive(greetings[peer], peer, tag_of(first, 0), "greeting "))
             for peer in transport.peers

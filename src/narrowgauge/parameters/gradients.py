@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ class GradientReducer:
                 place.copy_(slot.flat(gradient.detach()))
         everybodys = transport.all_gather(present.to(torch.uint8)) if space.slots else [present]
         begins = [slot.begin for slot in space.slots] + [space.numel]
-        sizes = [after - begin for begin, after in zip(begins, begins[1:], strict=False)]
+        sizes = [after - begin for begin, after in pairwise(begins)]
         reduction = self._reducer.start(
             flat, sizes, [self._format] * len(sizes), kind="reduce-scatter", name="the gradients"
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES
-from narrowgauge.collectives.link import Link
+from narrowgauge.collectives.link import Link, measure_link, message_bytes_for
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, refuse
 from narrowgauge.formats import FormatLike, format_of
 from narrowgauge.kernels.differences import difference_blocks
@@ -37,7 +37,7 @@ from narrowgauge.parameters.checks import (
 )
 from narrowgauge.parameters.exchange import Exchange, Exchanged
 from narrowgauge.parameters.gradients import GradientReducer
-from narrowgauge.parameters.paying import measured_link, message_size, narrow_pays
+from narrowgauge.parameters.paying import narrow_pays
 from narrowgauge.parameters.probe import check_divisible
 from narrowgauge.parameters.space import Space
 
@@ -128,7 +128,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = self._unsharded()
             check_parameters(parameters)
             for group in self.param_groups:
-                check_divisible(optimizer_class, self._arguments_of(group), whole_parameters)
+                arguments = self._arguments_of(group)
+                check_divisible(optimizer_class, defaults, arguments, whole_parameters)
         except Exception as error:
             if dist.is_initialized():
                 refuse(process_group, error)  # or the others would wait for this rank
@@ -160,8 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard(parameters)
         size = message_bytes or MESSAGE_BYTES
         if adapt and self._transport.world_size > 1 and self._blocks is not None:
-            link = link or measured_link(self._transport)
-            size = message_bytes or message_size(link)
+            link = link or measure_link(self._transport)
+            size = message_bytes or message_bytes_for(link)
             if not narrow_pays(link, self._transport, self._spaces, self._blocks):
                 self._blocks = None
         self.link = link
@@ -188,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         arguments = self._arguments_of(self.param_groups[-1])
         try:
             check_parameters(parameters)
-            check_divisible(self._optimizer_class, arguments, self._whole)
+            check_divisible(self._optimizer_class, self._settings, arguments, self._whole)
         except Exception:
             self.param_groups.pop()
             raise
@@ -403,7 +404,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Masters, replicas and optimizer state, in shards; on every rank at one point.
 
         For ``torch.distributed.checkpoint``, which writes every shard from its rank, and reads them
@@ -415,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; on every rank at one point.
 
         Parameters of the model become the saved replicas, so that training goes on bit for bit on

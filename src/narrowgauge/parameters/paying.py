@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from narrowgauge.collectives.link import Link, measure_link, message_bytes_for
+from narrowgauge.collectives.link import Link
 from narrowgauge.collectives.transport import Transport
 from narrowgauge.kernels.differences import apply_difference, difference_sizes, encode_difference
 from narrowgauge.kernels.grid import DifferenceBlocks
@@ -17,17 +17,12 @@ from narrowgauge.parameters.space import Space
 _TRIED = 1 << 18
 _REPEATS = 9
 
-measured_link = measure_link
-message_size = message_bytes_for
-
 
 def coding_seconds(transport: Transport, blocks: DifferenceBlocks) -> tuple[float, float]:
     """Seconds per number to encode and to decode, of the slowest rank, while all ranks do so."""
     master = torch.linspace(-1, 1, _TRIED, dtype=torch.float32, device="cpu")
     replica = master * 1.001
-    message = torch.zeros(
-        sum(difference_sizes(_TRIED, blocks)), dtype=torch.uint8, device="cpu"
-    )
+    message = torch.zeros(sum(difference_sizes(_TRIED, blocks)), dtype=torch.uint8, device="cpu")
     seconds = torch.empty(2, _REPEATS, dtype=torch.float64, device="cpu")
     transport.barrier()
     for turn in range(_REPEATS):

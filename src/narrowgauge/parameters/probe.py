@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,13 +19,17 @@ _STEPS = 3
 
 
 def check_divisible(
-    optimizer_class: type[torch.optim.Optimizer], settings: Mapping[str, Any], whole: bool
+    optimizer_class: type[torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    whole: bool,
 ) -> None:
     """Raise unless an optimizer gives the same numbers for parts as for all parameters together.
 
     Args:
         optimizer_class: the optimizer.
         settings: its arguments.
+        group: what a param group says instead.
         whole: the parts are whole parameters; else they are cut anywhere.
 
     Raises:
@@ -45,16 +50,16 @@ def check_divisible(
         cut = [[_cut(g, p) for g, p in zip(step, places, strict=True)] for step in gradients]
     with torch.random.fork_rng(devices=[]):
         try:
-            together = _updated(optimizer_class, settings, starts, gradients)
+            together = _updated(optimizer_class, settings, group, starts, gradients)
             if whole:
                 apart = [
-                    _updated(optimizer_class, settings, part, [step[n] for step in cut])
+                    _updated(optimizer_class, settings, group, part, [step[n] for step in cut])
                     for n, part in enumerate(parts)
                 ]
             else:
                 flat = [piece for part in parts for piece in part]
                 steps = [[piece for part in step for piece in part] for step in cut]
-                pieces = _updated(optimizer_class, settings, flat, steps)
+                pieces = _updated(optimizer_class, settings, group, flat, steps)
                 apart = [pieces[:2], pieces[2:]]
         except Exception as error:
             raise ValueError(
@@ -79,51 +84,22 @@ def _way_out(whole: bool) -> str:
 
 def _cut(tensor: Tensor, places: Sequence[int]) -> list[Tensor]:
     flat = tensor.flatten()
-    return [flat[a:b].clone() for a, b in zip(places, places[1:], strict=False)]
+    return [flat[a:b].clone() for a, b in pairwise(places)]
 
 
 def _updated(
     optimizer_class: type[torch.optim.Optimizer],
     settings: Mapping[str, Any],
+    group: Mapping[str, Any],
     starts: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     """The tensors after a few steps with these gradients."""
     tensors = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = optimizer_class(tensors, **copy.deepcopy(dict(settings)))
+    groups = [{**copy.deepcopy(dict(group)), "params": tensors}]
+    optimizer = optimizer_class(groups, **copy.deepcopy(dict(settings)))
     for step in gradients:
         for tensor, gradient in zip(tensors, step, strict=True):
             tensor.grad = gradient.clone()
         optimizer.step()
     return [tensor.detach() for tensor in tensors]
-
-
-def state_kinds(
-    optimizer_class: type[torch.optim.Optimizer], settings: Mapping[str, Any]
-) -> dict[str, torch.dtype | None]:
-    """What an optimizer keeps for a parameter once it has stepped.
-
-    Returns:
-        Per key the dtype of what it keeps for each element, or ``None`` for one number.
-
-    Raises:
-        TypeError: it keeps something else.
-    """
-    with torch.random.fork_rng(devices=[]):
-        tensor = torch.nn.Parameter(torch.ones(7))
-        optimizer = optimizer_class([tensor], **copy.deepcopy(dict(settings)))
-        tensor.grad = torch.ones(7)
-        optimizer.step()
-    kinds: dict[str, torch.dtype | None] = {}
-    for key, value in optimizer.state[tensor].items():
-        if isinstance(value, Tensor) and value.shape == tensor.shape:
-            kinds[key] = value.dtype
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            kinds[key] = None
-        elif value is not None:
-            raise TypeError(
-                f"{optimizer_class.__name__} keeps {key!r}, a {type(value).__name__}, for each "
-                "parameter, which cannot be saved in shards; allowed: tensors like the parameter, "
-                "and numbers"
-            )
-    return kinds

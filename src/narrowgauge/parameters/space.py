@@ -39,7 +39,7 @@ class Slot:
     def flat(self, tensor: Tensor) -> Tensor:
         """Numbers of the parameter's shape (its gradient) in its order; a view if they lie so."""
         strides = self.parameter.stride()
-        if tensor.stride() != strides or not tensor.is_non_overlapping_and_dense():
+        if tensor.stride() != strides or not _dense(tensor):
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -173,9 +173,19 @@ def _move(slot: Slot, buffer: Tensor) -> None:
     parameter = slot.parameter
     place = buffer[slot.begin : slot.end]
     values = parameter.detach()
-    if values.is_non_overlapping_and_dense():
+    if _dense(values):
         view = place.as_strided(values.shape, values.stride(), place.storage_offset())
     else:
         view = place.view(values.shape)
     view.copy_(values)
     parameter.data = view
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
