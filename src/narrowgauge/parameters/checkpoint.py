@@ -97,9 +97,11 @@ def _whole(space: Space, piece: Piece, local: torch.optim.Optimizer) -> dict[str
     return {
         "master": piece.master.detach(),
         "replica": space.replica[piece.begin : piece.end],
-        "has_state": torch.tensor(float(piece.master in local.state)),
+        "has_state": torch.tensor(float(piece.master in local.state), device="cpu"),
         "state": {
-            key: value if isinstance(value, Tensor) else torch.tensor(float(value))
+            key: value
+            if isinstance(value, Tensor)
+            else torch.tensor(float(value), dtype=torch.float64, device="cpu")
             for key, value in kept.items()
             if value is not None
         },
@@ -117,7 +119,7 @@ def _flat(
 
     flat, numbers = _tables(space, local)
     names = sorted(numbers)
-    table = torch.stack([numbers[name] for name in names]) if names else torch.zeros(0)
+    table = torch.stack([numbers[name] for name in names])
     everybodys = torch.stack(transport.all_gather(table))
     known = everybodys.nan_to_num(-math.inf).amax(0)  # equal on all ranks that have a part
     return {
@@ -133,14 +135,18 @@ def _tables(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Per key of the state this rank's flat part, or a number per parameter (NaN: unknown)."""
     flat: dict[str, Tensor] = {}
-    numbers = {"has_state": torch.full((len(space.slots),), math.nan, dtype=torch.float64)}
+    numbers = {
+        "has_state": torch.full((len(space.slots),), math.nan, dtype=torch.float64, device="cpu")
+    }
     # Every rank names all keys, also if it has no part: they come from a trial.
     for slot in space.slots:
         for key, value in _trial(local, slot.group).items():
-            if _is_number(value, torch.zeros(7)):
+            if _is_number(value, torch.zeros(7, device="cpu")):
                 numbers.setdefault(key, torch.full_like(numbers["has_state"], math.nan))
             else:
-                flat.setdefault(key, torch.zeros(len(space.master), dtype=value.dtype))
+                flat.setdefault(
+                    key, torch.zeros(len(space.master), dtype=value.dtype, device="cpu")
+                )
     for piece in space.pieces:
         place, own = space.slots.index(piece.slot), _within(space, piece)
         numbers["has_state"][place] = float(piece.master in local.state)
@@ -155,7 +161,7 @@ def _tables(
 
 
 def _trial(local: torch.optim.Optimizer, group: int) -> dict[str, Any]:
-    probe = torch.nn.Parameter(torch.ones(7))
+    probe = torch.nn.Parameter(torch.ones(7, dtype=torch.float32, device="cpu"))
     local.param_groups[group]["params"].append(probe)
     try:
         return sample_state(local, probe)

@@ -136,7 +136,8 @@ class Exchange:
         chunks = [chunk for space in spaces for chunk in self._chunks_of(space, blocks)]
         first = transport.reserve(1 + 2 * len(chunks))
         greetings = {
-            peer: torch.zeros(_GREETING_BYTES, dtype=torch.uint8) for peer in transport.peers
+            peer: torch.zeros(_GREETING_BYTES, dtype=torch.uint8, device="cpu")
+            for peer in transport.peers
         }
         greeted = [
             (peer, transport.receive(greetings[peer], peer, tag_of(first, 0), "greeting "))
@@ -277,7 +278,9 @@ class Exchange:
                 if peer == own:
                     ahead = chunk.ahead[0]
                 else:
-                    ahead = torch.empty(escaped.numel() * blocks.size)
+                    ahead = torch.empty(
+                        escaped.numel() * blocks.size, dtype=torch.float32, device="cpu"
+                    )
                     work = transport.receive(ahead, peer, tag + 1, "parameters ")
                     self._wait([(peer, work)], "waiting for parameters of", result)
                 found = _overwrite(replica, escaped, ahead.view(-1, blocks.size))
@@ -316,7 +319,9 @@ class Exchange:
     ) -> list[Tensor]:
         if blocks is not None:
             return [
-                torch.zeros(sum(difference_sizes(end - begin, blocks)), dtype=torch.uint8)
+                torch.zeros(
+                    sum(difference_sizes(end - begin, blocks)), dtype=torch.uint8, device="cpu"
+                )
                 for begin, end in stretches
             ]
         messages = []
@@ -326,13 +331,13 @@ class Exchange:
             elif space.dtype == torch.float32:
                 messages.append(space.replica[begin:end])
             else:
-                messages.append(torch.zeros(end - begin))
+                messages.append(torch.zeros(end - begin, dtype=torch.float32, device="cpu"))
         return messages
 
 
 def _greeting(text: bytes) -> Tensor:
     padded = text[: _GREETING_BYTES - 1].ljust(_GREETING_BYTES, b"\0")
-    return torch.tensor(list(padded), dtype=torch.uint8)
+    return torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
 
 
 def _check_finite(space: Space, result: Exchanged) -> None:
@@ -358,7 +363,7 @@ def _overwrite(replica: Tensor, escaped: Tensor, rows: Tensor) -> list[int]:
     size = rows.shape[1]
     finite = rows.isfinite()
     usable = finite.all(1)
-    places = (escaped[:, None] * size + torch.arange(size))[usable].flatten()
+    places = (escaped[:, None] * size + torch.arange(size, device="cpu"))[usable].flatten()
     values = rows[usable].flatten()
     inside = places < replica.numel()
     replica[places[inside]] = values[inside].to(replica.dtype)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.collectives.pipeline import Reducer
+from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.formats import Format
 from narrowgauge.parameters.space import Space
 
@@ -47,19 +48,25 @@ class GradientReducer:
         """Make the ranks that come to the next reduction raise."""
         self._reducer.refuse()
 
-    def reduce(self, space: Space) -> tuple[Tensor, list[bool], int]:
+    def reduce(self, space: Space) -> tuple[Tensor, list[bool], Reduction]:
         """The mean over all ranks of this rank's part of a space.
 
         Returns:
             The part's gradients, flat float32; per slot, whether any rank has a gradient (a rank
-            that has none counts as zero then); and the bytes sent.
+            that has none counts as zero then); and what it took.
 
         Raises:
             CollectiveError: a rank died, did not come, or refused.
         """
         transport = self._reducer.transport
-        present = torch.tensor([slot.parameter.grad is not None for slot in space.slots])
-        flat = self._buffers.setdefault(id(space), torch.zeros(space.numel))
+        present = torch.tensor(
+            [slot.parameter.grad is not None for slot in space.slots],
+            dtype=torch.uint8,
+            device="cpu",
+        )
+        flat = self._buffers.setdefault(
+            id(space), torch.zeros(space.numel, dtype=torch.float32, device="cpu")
+        )
         for slot in space.slots:
             gradient = slot.parameter.grad
             place = flat[slot.begin : slot.end]
@@ -67,7 +74,7 @@ class GradientReducer:
                 place.zero_()
             else:
                 place.copy_(slot.flat(gradient.detach()))
-        everybodys = transport.all_gather(present.to(torch.uint8)) if space.slots else [present]
+        everybodys = transport.all_gather(present)
         begins = [slot.begin for slot in space.slots] + [space.numel]
         sizes = [after - begin for begin, after in pairwise(begins)]
         reduction = self._reducer.start(
@@ -75,4 +82,4 @@ class GradientReducer:
         )
         reduction.wait()
         anywhere = torch.stack(everybodys).any(0).tolist()
-        return flat[space.own], anywhere, reduction.bytes_sent
+        return flat[space.own], anywhere, reduction

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from narrowgauge.collectives.layout import MESSAGE_BYTES
 from narrowgauge.collectives.link import Link, measure_link, message_bytes_for
+from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, refuse
 from narrowgauge.formats import FormatLike, format_of
 from narrowgauge.kernels.differences import difference_blocks
@@ -123,7 +124,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "gradient_format reduces even shards, but whole_parameters makes uneven ones; "
                     "leave one of them out, and average gradients with DDP"
                 )
-            example = optimizer_class([torch.nn.Parameter(torch.zeros(4, 4))], **defaults)
+            example = optimizer_class(
+                [torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float32, device="cpu"))],
+                **defaults,
+            )
             super().__init__(params, dict(example.defaults))
             parameters = self._unsharded()
             check_parameters(parameters)
@@ -260,14 +264,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             with torch.no_grad():
                 self._follow_the_model()
-                gradient_bytes = self._update_masters()
+                reductions = self._update_masters()
         except CollectiveError:
             raise
         except Exception as error:
             self._refuse(error)
             raise
         with torch.no_grad():
-            self._send(gradient_bytes)
+            self._send(reductions)
         return loss
 
     def _refuse(self, error: Exception) -> None:
@@ -293,18 +297,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_parameters(new)
             self._shard(new)
 
-    def _update_masters(self) -> int:
-        """One step of the wrapped optimizer; the bytes sent for gradients."""
+    def _update_masters(self) -> list[Reduction]:
+        """One step of the wrapped optimizer; the reductions of gradients that it took."""
         for own, group in zip(self.local.param_groups, self.param_groups, strict=True):
             own.update(self._arguments_of(group))
-        bytes_sent = 0
+        reductions = []
         for space in self._spaces:
             if self._gradients is None:
                 for piece in space.pieces:
                     piece.master.grad = piece.gradient(self._whole)
                 continue
-            mean, present, sent = self._gradients.reduce(space)
-            bytes_sent += sent
+            mean, present, reduction = self._gradients.reduce(space)
+            reductions.append(reduction)
             start = space.own.start
             anywhere = dict(zip(map(id, space.slots), present, strict=True))
             for piece in space.pieces:
@@ -315,16 +319,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in own.items() if k in group and k != "params"})
             for master in own["params"]:
                 master.grad = None
-        return bytes_sent
+        return reductions
 
-    def _send(self, gradient_bytes: int) -> None:
+    def _send(self, reductions: list[Reduction]) -> None:
         self._steps += 1
         begin = time.perf_counter()
         exchanged = self._exchange.run(self._spaces, self._steps)
         waited = time.perf_counter() - begin
-        if gradient_bytes:
+        if reductions:
             self.ledger.record(
-                "gradients", bytes_sent=gradient_bytes, codec_seconds=0.0, wire_seconds=0.0
+                "gradients",
+                bytes_sent=sum(reduction.bytes_sent for reduction in reductions),
+                codec_seconds=sum(reduction.codec_seconds for reduction in reductions),
+                wire_seconds=sum(reduction.wire_seconds for reduction in reductions),
             )
         self.ledger.record(
             "parameters",
@@ -437,7 +444,7 @@ def _blocks(format: FormatLike, block: int) -> DifferenceBlocks | None:
 
 def _nothing() -> torch.nn.Parameter:
     """Keeps a group without pieces on this rank from being empty; optimizers skip it."""
-    return torch.nn.Parameter(torch.zeros(0))
+    return torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device="cpu"))
 
 
 def _take_from_rank_0(transport: Transport, spaces: Sequence[Space]) -> None:

@@ -35,10 +35,10 @@ def check_divisible(
     Raises:
         ValueError: it does not, or it needs a closure or sparse gradients.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     starts = [random(6, 8), random(4, 5)]
     gradients = [[random(6, 8), random(4, 5)] for _ in range(_STEPS)]

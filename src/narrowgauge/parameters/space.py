@@ -40,7 +40,9 @@ class Slot:
         """Numbers of the parameter's shape (its gradient) in its order; a view if they lie so."""
         strides = self.parameter.stride()
         if tensor.stride() != strides or not _dense(tensor):
-            tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+            tensor = torch.empty_strided(
+                tensor.shape, strides, dtype=tensor.dtype, device="cpu"
+            ).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ class Space:
         if whole:
             starts = [*(slot.begin for slot in self.slots), self.numel]
             self.borders = [min(starts, key=lambda s: abs(s - b)) for b in self.borders]
-        self.replica = torch.zeros(self.numel, dtype=self.dtype)
+        self.replica = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
         for slot in self.slots:
             _move(slot, self.replica)
         self.own = slice(self.borders[rank], self.borders[rank + 1])
