@@ -148,7 +148,7 @@ SHAPES = st.lists(
 
 
 @settings(
-    max_examples=8,
+    max_examples=6,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # starting ranks takes its time
 )
