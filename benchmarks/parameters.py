@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +116,6 @@ METHODS = [
 ]
 
 
-def compute(kind: str, seconds: float) -> None:
-    """Take that long, asleep or busy."""
-    if kind == "sleeping":
-        time.sleep(seconds)
-        return
-    matrix = torch.ones(256, 256)
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        torch.mm(matrix, matrix)
-
-
 def measure(names: list[str], steps: int, kind: str, seconds: float) -> None:
     """One rank: all methods take turns; hand in medians of the slowest rank."""
     torch.set_num_threads(1)
@@ -137,7 +125,7 @@ def measure(names: list[str], steps: int, kind: str, seconds: float) -> None:
     sent: dict[str, list[int]] = {name: [] for name in names}
     for step in range(steps + 1):
         for name, optimizer in optimizers.items():
-            compute(kind, seconds)
+            links.compute(kind, seconds)
             elapsed, count = links.timed(optimizer.step)
             if step:  # the first one makes the state and the buffers
                 times[name].append(elapsed)
@@ -263,8 +251,7 @@ def main() -> None:
                 report["links"][where] = result
                 options.output.write_text(json.dumps(report, indent=2) + "\n")
                 console.print(table(f"{where}: 21 M parameters, AdamW", methods))
-                for promise, kept in result.get("promises", {}).items():
-                    console.print(f"{'held' if kept else 'NOT HELD'}: {promise}")
+                links.say_kept(result.get("promises", {}), console)
     console.print(
         "Median of the slowest rank, 1 thread per rank, methods in turns. MB sent: per rank and "
         "step, by the interface's counter. codec: of both threads, beside one another. error: of "

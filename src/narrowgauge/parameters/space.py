@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.collectives.layout import shard_borders
+from narrowgauge.kernels.operators import is_dense
 
 _ALIGNMENT = 16  # elements; vector kernels start at the beginning of a cache line
 
@@ -39,7 +40,7 @@ class Slot:
     def flat(self, tensor: Tensor) -> Tensor:
         """Numbers of the parameter's shape (its gradient) in its order; a view if they lie so."""
         strides = self.parameter.stride()
-        if tensor.stride() != strides or not _dense(tensor):
+        if tensor.stride() != strides or not is_dense(tensor):
             tensor = torch.empty_strided(
                 tensor.shape, strides, dtype=tensor.dtype, device="cpu"
             ).copy_(tensor)
@@ -175,19 +176,9 @@ def _move(slot: Slot, buffer: Tensor) -> None:
     parameter = slot.parameter
     place = buffer[slot.begin : slot.end]
     values = parameter.detach()
-    if _dense(values):
+    if is_dense(values):
         view = place.as_strided(values.shape, values.stride(), place.storage_offset())
     else:
         view = place.view(values.shape)
     view.copy_(values)
     parameter.data = view
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
