@@ -42,11 +42,14 @@ struct Encoder {
     const bool exact = k >= 0 || grid.min_exponent - grid.mantissa_bits >= -125;
     if (rounding == EVEN && fast.possible && exact) {
       if (fast.integer)
-        k ? encode_fast<true, true>(x, out, n, fast, scale)
-          : encode_fast<false, true>(x, out, n, fast, scale);
+        k ? encode_fast<true, TWOS_COMPLEMENT>(x, out, n, fast, scale)
+          : encode_fast<false, TWOS_COMPLEMENT>(x, out, n, fast, scale);
+      else if (fast.zero_sign && fast.overflow == fast.infinite)
+        k ? encode_fast<true, SIGN_BIT>(x, out, n, fast, scale)
+          : encode_fast<false, SIGN_BIT>(x, out, n, fast, scale);
       else
-        k ? encode_fast<true, false>(x, out, n, fast, scale)
-          : encode_fast<false, false>(x, out, n, fast, scale);
+        k ? encode_fast<true, OTHER_SIGN_BIT>(x, out, n, fast, scale)
+          : encode_fast<false, OTHER_SIGN_BIT>(x, out, n, fast, scale);
     } else if (k == 0 && General<float>::fits(grid)) {
       round_in(rounding, x, out, n, General<float>(grid, true, 0), words);
     } else {
@@ -127,21 +130,44 @@ int encode(const T* x, uint8_t* out, int64_t n, const Grid* grid, int rounding, 
 
 enum Use { STORE, BEGIN_SUM, CONTINUE_SUM };  // what becomes of a decoded, scaled value
 
-template <Use USE>
-INLINE void use(float* out, float value, float factor) {
-  if constexpr (USE == CONTINUE_SUM) value = *out + value;
+template <Use USE, class T>  // T: float, or a vector of it
+INLINE void use(float* out, T value, float factor) {
+  if constexpr (USE == CONTINUE_SUM) {
+    T sum;
+    memcpy(&sum, out, sizeof(T));
+    value = sum + value;
+  }
   if constexpr (USE == STORE) {
     value *= factor;
-    value = value == value ? value : float_of(NOT_A_NUMBER);
+    value = value == value ? value : T() + float_of(NOT_A_NUMBER);
   }
-  *out = value;
+  memcpy(out, &value, sizeof(T));  // a vector may lie anywhere
 }
+
+#ifdef __F16C__
+// As many numbers in half precision as one vector holds in float32.
+struct Halves {
+#ifdef __AVX512F__
+  static constexpr int COUNT = 16;
+  typedef float Floats __attribute__((vector_size(64)));
+  static INLINE Floats widen(const uint16_t* half) {
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)half));
+  }
+#else
+  static constexpr int COUNT = 8;
+  typedef float Floats __attribute__((vector_size(32)));
+  static INLINE Floats widen(const uint16_t* half) {
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half));
+  }
+#endif
+};
+#endif
 
 struct Decoder {
   const float* table;
   uint32_t bits, sign_bit, m, shift, adjust, threshold, largest, infinity_code, lone_nan;
-  float subnormal;
-  bool integer;
+  float subnormal, half_unit;
+  bool integer, prefix;
   explicit Decoder(const Grid& g)
       : table(g.table),
         bits(uint32_t(g.bits)),
@@ -157,6 +183,12 @@ struct Decoder {
     adjust = uint32_t(g.min_exponent + 126) << m;
     threshold = g.min_exponent == -126 ? 0 : 1u << m;
     subnormal = threshold ? float(double_power_of_two(g.min_exponent - g.mantissa_bits)) : 0.0f;
+    const uint32_t exponents = (sign_bit >> m) - 1;  // the field's largest
+    const bool ieee = largest + 1 == infinity_code && infinity_code == exponents << m;
+    prefix = exponents == 255 && g.min_exponent == -126 && ieee;
+    const bool fits = m <= 10 && (exponents < 31 || (exponents == 31 && ieee));
+    const int unit = g.min_exponent + 14;  // half precision begins at 2**-14
+    half_unit = fits && unit > -64 && unit < 64 ? power_of_two(unit) : 0.0f;
   }
 
   template <Use USE, class Code>
@@ -174,6 +206,44 @@ struct Decoder {
       use<USE>(out + i, float_of(r) * scale, factor);
     }
   }
+  // bf16 and the like: the first bits of a float32.
+  template <Use USE, class Code>
+  static void prefixes(const Code* codes, float* out, int64_t n, Decoder d, float scale,
+                       float factor) {
+    const uint32_t shift_ = 32 - d.bits;
+    SIMD for (int64_t i = 0; i < n; i++)
+        use<USE>(out + i, float_of(uint32_t(codes[i]) << shift_) * scale, factor);
+  }
+#ifdef __F16C__
+  // Formats that half precision holds, which the processor widens by itself: the bits in their
+  // places, then times the power of two between the exponents and the scale, at once.
+  template <Use USE, class Code>
+  static void halves(const Code* codes, float* out, int64_t n, Decoder d, float multiplier,
+                     float factor) {
+    uint16_t half[TILE];
+    const uint16_t magnitude = uint16_t(d.sign_bit - 1), largest_ = uint16_t(d.largest);
+    const uint16_t infinity = uint16_t(d.infinity_code), lone_nan_ = uint16_t(d.lone_nan);
+    const uint16_t shift_ = uint16_t(10 - d.m), sign_shift = uint16_t(16 - d.bits);
+    if (magnitude == 0x7fff || (d.infinity_code << shift_) == 0x7c00) {  // as half precision
+      SIMD for (int64_t i = 0; i < n; i++) {
+        const uint16_t c = codes[i], a = c & magnitude;
+        half[i] = uint16_t(a << shift_ | (c ^ a) << sign_shift);
+      }
+    } else {
+      SIMD for (int64_t i = 0; i < n; i++) {
+        const uint16_t c = codes[i], a = c & magnitude;
+        uint16_t r = uint16_t(a << shift_);
+        r = a > largest_ ? (a == infinity ? 0x7c00 : 0x7e00) : r;
+        r = c == lone_nan_ ? 0x7e00 : r;
+        half[i] = uint16_t(r | (c ^ a) << sign_shift);
+      }
+    }
+    int64_t i = 0;
+    for (; i + Halves::COUNT <= n; i += Halves::COUNT)
+      use<USE>(out + i, Halves::widen(half + i) * multiplier, factor);
+    for (; i < n; i++) use<USE>(out + i, _cvtsh_ss(half[i]) * multiplier, factor);
+  }
+#endif
   template <Use USE, class Code>
   static void integers(const Code* codes, float* out, int64_t n, Decoder d, float scale,
                        float factor) {
@@ -187,6 +257,12 @@ struct Decoder {
       for (int64_t i = 0; i < n; i++) use<USE>(out + i, table[codes[i]] * scale, factor);
     else if (integer)
       integers<USE>(codes, out, n, *this, scale, factor);
+    else if (prefix)
+      prefixes<USE>(codes, out, n, *this, scale, factor);
+#ifdef __F16C__
+    else if (is_normal(scale) && is_normal(scale * half_unit))  // their product is exact
+      halves<USE>(codes, out, n, *this, scale * half_unit, factor);
+#endif
     else
       floats<USE>(codes, out, n, *this, scale, factor);
   }
@@ -249,7 +325,8 @@ EXPORT int narrowgauge_level() {  // the highest x86-64 level that this processo
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("f16c");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512cd");

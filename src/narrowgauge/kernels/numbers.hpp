@@ -38,6 +38,10 @@ INLINE float power_of_two(int e) { return float_of(uint32_t(e + 127) << 23); }
 INLINE double double_power_of_two(int e) {
   return __builtin_bit_cast(double, uint64_t(e + 1023) << 52);
 }
+INLINE bool is_normal(float x) {
+  const uint32_t field = bits_of(x) & INF;
+  return field != 0 && field != INF;
+}
 INLINE int exponent_of(float power) { return int(bits_of(power) >> 23 & 0xff) - 127; }
 
 }  // namespace

@@ -273,7 +273,11 @@ NOINLINE void round_stochastic(const float* x, float* out, int64_t n, const Fast
   }
 }
 
-template <bool SCALED, bool TWOS_COMPLEMENT, class Code>
+// How codes tell signs: SIGN_BIT is the common case, where zero has a sign as well and infinity is
+// coded as what overflows.
+enum Signs { SIGN_BIT, OTHER_SIGN_BIT, TWOS_COMPLEMENT };
+
+template <bool SCALED, Signs SIGNS, class Code>
 NOINLINE void encode_fast(const float* x, Code* out, int64_t n, const Fast& fast, float scale) {
   const Fast f = fast;
   const uint32_t magic = bits_of(f.magic), sign_bit = 0x80000000u >> f.sign_shift;
@@ -290,11 +294,11 @@ NOINLINE void encode_fast(const float* x, Code* out, int64_t n, const Fast& fast
     const uint32_t small = bits_of(float_of(b) + f.magic) - magic;
     uint32_t r = int32_t(b) < int32_t(f.threshold) ? small : normal;
     r = int32_t(r) > int32_t(f.largest) ? f.overflow : r;
-    r = a == INF ? f.infinite : r;
-    if constexpr (TWOS_COMPLEMENT)
+    if constexpr (SIGNS != SIGN_BIT) r = a == INF ? f.infinite : r;
+    if constexpr (SIGNS == TWOS_COMPLEMENT)
       r = (int32_t(u) < 0 ? 0 - r : r) & bits_mask;
     else
-      r |= r | f.zero_sign ? u >> f.sign_shift & sign_bit : 0;
+      r |= SIGNS == SIGN_BIT || (r | f.zero_sign) ? u >> f.sign_shift & sign_bit : 0;
     out[i] = Code(int32_t(a) > int32_t(INF) ? f.nan : r);
   }
 }
