@@ -101,7 +101,7 @@ class PlanMode(TorchFunctionMode):
             else:  # under the same numbers as before, or compiled code would be compiled again
                 _, before, after, entering, leaving = handles
                 module._forward_pre_hooks[before.id] = entering
-                module._forward_pre_hooks.move_to_end(before.id, last=False)
+                module._forward_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
                 module._forward_hooks[after.id] = leaving
                 module._forward_hooks_always_called[after.id] = True
             self._handles += [before, after]
