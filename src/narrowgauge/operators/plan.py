@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from narrowgauge.formats import FormatLike
+from narrowgauge.operators.applying import Applied, Attached
 from narrowgauge.operators.autocast import DEVICES, autocast_format
 from narrowgauge.operators.compute import NATIVE, PROMOTE, Compute, compute_of
-from narrowgauge.operators.applying import Applied, Attached
 from narrowgauge.operators.mode import OperatorMismatch, Rules, mismatch_text
 from narrowgauge.operators.names import did_you_mean, split_name
 from narrowgauge.operators.recording import OperatorCall, Recording
