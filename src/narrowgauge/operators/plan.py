@@ -152,8 +152,9 @@ class OperatorPlan:
                 )
             computes[name] = _checked(name, format)
             key, _, number = name.rpartition("#")
-            calls[key] = [*calls[key]]
-            calls[key][int(number)] = computes[name]
+            of_key = [*calls[key]]
+            of_key[int(number)] = computes[name]
+            calls[key] = of_key
         new._rules = replace(rules, formats=calls)
         return new
 
