@@ -123,7 +123,7 @@ def _mode_for(plan: OperatorPlan, model: nn.Module, mismatch: str) -> modes.Plan
         hints = [f"{path!r}{did_you_mean(path, paths)}" for path in gone[:4]]
         raise OperatorMismatch(
             f"{modes.mismatch_text([], lost, plan.names)}. The model has no module "
-            f"{', '.join(hints)}{' …' if len(gone) > 4 else ''}"
+            f"{', '.join(hints)}{' …' if len(gone) > 4 else ''}. {modes.ADVICE}"
         )
     follow_checkpoints()
     return modes.mode_of(model)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from narrowgauge.operators.recording import Recording
 
 MISMATCH = ("error", "warn", "ignore")
+ADVICE = (
+    "Record the model's operators again; or, if its control flow changes from call to call, pass "
+    'mismatch="warn"'
+)
 
 
 class OperatorMismatch(ValueError):
@@ -170,15 +174,16 @@ class PlanMode(TorchFunctionMode):
     def report(self, appeared: list[str], vanished: list[str]) -> None:
         """Raise or warn, as ``mismatch`` says."""
         assert self.rules is not None
-        text = mismatch_text(appeared, vanished, self.rules.names)
         if self.mismatch == "error":
-            raise OperatorMismatch(text)
+            raise OperatorMismatch(
+                f"{mismatch_text(appeared, vanished, self.rules.names)}. {ADVICE}"
+            )
         new = [name for name in appeared if name not in self.warned]
         if new:
             self.warned.update(new)
             warnings.warn(
-                f"{mismatch_text(new, [], self.rules.names)} They follow the plan's "
-                f"default, {self.rules.default.name}",
+                f"{mismatch_text(new, [], self.rules.names)}. They follow the plan's default, "
+                f"{self.rules.default.name}",
                 stacklevel=4,
             )
 
@@ -368,10 +373,7 @@ def mismatch_text(appeared: list[str], vanished: list[str], known: Sequence[str]
     if vanished:
         named = [f"{name!r}{did_you_mean(name, appeared)}" for name in vanished[:8]]
         parts.append(f"the plan names {_listed(named, len(vanished))}, which the model lacks")
-    return (
-        f"the plan does not fit the model: {'; and '.join(parts)}. Record the model's operators "
-        'again; or, if its control flow changes from call to call, pass mismatch="warn"'
-    )
+    return f"the plan does not fit the model: {'; and '.join(parts)}"
 
 
 def _listed(named: list[str], count: int) -> str:

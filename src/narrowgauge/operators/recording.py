@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from narrowgauge.operators.compute import Cast, Compute, run
 from narrowgauge.operators.functions import Function
-from narrowgauge.operators.names import split_name
 
 
 @dataclass(frozen=True)
@@ -334,8 +333,3 @@ def _detached(value: Any) -> Any:
 
 def _padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(args[2] if len(args) > 2 else kwargs.get("mode", "constant"))
-
-
-def operator_of(name: str) -> str:
-    """The operator in a name."""
-    return split_name(name)[1]
