@@ -129,8 +129,11 @@ class PlanMode(TorchFunctionMode):
                 handle.remove()
             self._handles = []
 
-    def begin(self, path: str) -> None:
-        """A module of the model is called from outside; names count anew below its path."""
+    def begin(self, path: str, again: bool = False) -> None:
+        """A module of the model is called from outside; names count anew below its path.
+
+        ``again``: the forward before was interrupted, and did not leave the mode.
+        """
         below = f"{path}."
         self.counts = {
             key: count
@@ -140,6 +143,8 @@ class PlanMode(TorchFunctionMode):
         self.path = []
         self.casts = {}
         self.differentiates = torch.is_grad_enabled()
+        if again:
+            return
         if not self.everywhere:
             self.__enter__()  # type: ignore[no-untyped-call]
         _entered.append(self)
@@ -311,8 +316,10 @@ def modes_on(module: nn.Module) -> list[PlanMode]:
 def _entering(mode: PlanMode, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
     if mode.rules is None:
         return
-    if not mode.path or (not path and _interrupted(module)):
+    if not mode.path:
         mode.begin(path)
+    elif not path and _interrupted(module):
+        mode.begin(path, again=True)
     mode.path.append(path)
 
 

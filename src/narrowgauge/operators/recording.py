@@ -166,11 +166,12 @@ class Recording:
         if self.keep_arguments and signature not in self._signatures:
             arguments = _detached(args), _detached(kwargs)
         self._signatures.add(signature)
-        saved: list[Tensor] = []
+        saved: dict[int, Operand] = {}
 
         def keep(x: Tensor) -> Tensor:
-            saved.append(x)
-            return x
+            operand = self._operand(x)
+            saved[operand.storage] = operand
+            return x.detach()  # itself, if a result, would be a cycle that is never freed
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = run(compute, operator, function, args, kwargs, cast)
@@ -186,7 +187,7 @@ class Recording:
                 signature,
                 operands,
                 tuple(self._operand(x) for x in outputs),
-                tuple({o.storage: o for o in map(self._operand, saved)}.values()),
+                tuple(saved.values()),
                 inside,
                 compute.name,
                 function,
