@@ -19,6 +19,7 @@ NAMES = {
     "IntFormat",
     "Ledger",
     "MatmulBackward",
+    "OperatorPlan",
     "ShardedOptimizer",
     "all_reduce",
     "decode",
@@ -29,7 +30,7 @@ NAMES = {
     "quantize",
     "quantize_",
 }
-SUBMODULES = {"gradients", "inputs", "nn", "parameters"}
+SUBMODULES = {"gradients", "inputs", "nn", "operators", "parameters"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
