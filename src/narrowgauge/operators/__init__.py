@@ -1,0 +1,1 @@
+"""A precision plan per operator, found inside the running training."""

@@ -1,0 +1,419 @@
+"""One training step, recorded while the user makes it, so that it can be made again.
+
+Comparing formats needs the same step twice: same batch, same parameters, same random numbers. The
+loop belongs to the user, and a ``with`` block cannot be run again; but every call it makes on tensors
+can. So the step is kept as a tape: calls of the model (as a whole, with whatever is inside), torch
+functions outside of it (loss, scaling, clipping), ``backward``, and the optimizer's step. The
+trade-off: what is neither, such as an ``autograd.Function`` in the loss, cannot be made again and is an
+error; inside the model it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+
+_GRADIENT = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
+
+
+class ReplayError(RuntimeError):
+    """A step that cannot be made again; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor that an earlier call of the tape makes."""
+
+    number: int
+
+
+@dataclass
+class _Call:
+    function: Callable[..., Any] | str  # "model" and "optimizer" are calls of their own kind
+    args: Any
+    kwargs: Any
+    outputs: list[_Slot | None]
+    grad_enabled: bool
+    settings: Any = None
+
+
+class StepTape(TorchFunctionMode):
+    """Records one step: ``with tape: loss = …; loss.backward(); optimizer.step()``.
+
+    Args:
+        model: called in the step; DistributedDataParallel is known.
+        optimizer: whose ``step`` belongs to the step.
+        before_backward: called when the loss is known and ``backward`` is about to begin, with
+            parameters as the forward pass saw them; the place for :meth:`gradients`.
+
+    Attributes:
+        skipped: whether the step ended without a step of the optimizer, as when GradScaler finds an
+            overflow.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        before_backward: Callable[[StepTape], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._optimizer = optimizer
+        self._before_backward = before_backward
+        self._calls: list[_Call] = []
+        self._slots: dict[int, _Slot] = {}
+        self._alive: list[Tensor] = []  # an id is a name only while its tensor lives
+        self._inside = 0  # of the model or the optimizer, whose calls are theirs
+        self._loss: _Slot | None = None
+        self._random = _random_state()
+        self._buffers = [buffer.detach().clone() for buffer in self._inner.buffers()]
+        self._handles: list[Any] = []
+        self.skipped = True
+
+    @property
+    def reached_backward(self) -> bool:
+        """Whether ``loss.backward()`` was called."""
+        return self._loss is not None
+
+    def __enter__(self) -> StepTape:
+        model, optimizer = self._model, self._optimizer
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_model, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._end_model, with_kwargs=True),
+            optimizer.register_step_pre_hook(self._begin_optimizer),
+            optimizer.register_step_post_hook(self._end_optimizer),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._inside = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Make the call, and note it if it belongs to the step itself."""
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            return self._backward(args, kwargs)
+        noted = self._named((args, kwargs))
+        result = func(*args, **kwargs)
+        self._note(func, noted, result)
+        return result
+
+    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = self._loss is None
+        noted = self._named((args, kwargs))
+        if first:
+            slot = noted[0][0]
+            if not isinstance(slot, _Slot):
+                raise ReplayError(
+                    "backward() was called on a tensor that neither the model nor a torch function "
+                    "of this step has made; a custom autograd.Function must lie inside the model"
+                )
+            self._loss = slot
+        self._inside += 1
+        try:
+            if first and self._before_backward is not None:
+                self._before_backward(self)
+            # Autocast, if a contender runs under it, is for the forward pass only.
+            with _no_autocast():
+                torch.Tensor.backward(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        self._note(torch.Tensor.backward, noted, None)
+
+    def _begin_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._inside:
+            self._noted = self._named((args, kwargs))
+        self._inside += 1
+
+    def _end_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._note("model", self._noted, output)
+
+    def _begin_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._inside += 1
+
+    def _end_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._inside -= 1
+        if self._inside:
+            return
+        self._note("optimizer", ((), {}), None)
+        self._calls[-1].settings = [
+            {k: copy.copy(v) for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.skipped = False
+
+    def _named(self, values: Any) -> Any:
+        """Arguments with slots in place of what the tape makes."""
+
+        def name(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                slot = self._slots.get(id(value))
+                if slot is None and value.grad_fn is not None:
+                    raise ReplayError(
+                        f"a tensor of shape {tuple(value.shape)} and {value.grad_fn.name()} comes "
+                        "from outside the step or from a custom autograd.Function; compute it with "
+                        "torch functions within search.step(), or inside the model"
+                    )
+                return value if slot is None else slot
+            return value
+
+        with torch._C.DisableTorchFunction():
+            return tree_map(name, values)
+
+    def _note(self, function: Any, noted: Any, result: Any) -> None:
+        outputs: list[_Slot | None] = []
+        with torch._C.DisableTorchFunction():
+            for value in tree_flatten(result)[0]:
+                if not isinstance(value, Tensor):
+                    outputs.append(None)
+                    continue
+                if id(value) not in self._slots and not isinstance(value, nn.Parameter):
+                    self._slots[id(value)] = _Slot(len(self._slots))
+                    self._alive.append(value)
+                outputs.append(self._slots.get(id(value)))
+        call = _Call(function, noted[0], noted[1], outputs, torch.is_grad_enabled())
+        self._calls.append(call)
+
+    # Making it again ---------------------------------------------------------------------------
+
+    def gradients(
+        self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> tuple[float, list[Tensor | None]]:
+        """The loss and gradients of this step once more; nothing of the training is changed.
+
+        Args:
+            around: makes a context for the forward pass, such as a plan's.
+
+        Returns:
+            The loss, and the gradient of each parameter of the model that requires one (its own,
+            under DDP not averaged), ``None`` where the loss does not depend on it.
+
+        Raises:
+            ReplayError: the step did not reach ``backward``, or cannot be made again.
+        """
+        if self._loss is None:
+            raise ReplayError("the step has not reached loss.backward(), so it cannot be repeated")
+        wanted = self._needed_for(self._loss)
+        parameters = [p for p in self._inner.parameters() if p.requires_grad]
+        with self._as_it_began(), _outside_of(self):
+            values: dict[_Slot, Any] = {}
+            with around():
+                for call in wanted:
+                    self._make(call, values, self._inner)
+            loss = values[self._loss]
+            with _no_autocast():
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return loss.detach().float().item(), list(found)
+
+    def step_again(
+        self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> float:
+        """The whole step once more, on whatever parameters and optimizer state are in place now.
+
+        Gradients are taken from and left in ``.grad``; ranks of DDP average them again.
+
+        Args:
+            around: makes a context for the forward pass.
+
+        Returns:
+            The loss.
+        """
+        if self._loss is None:
+            raise ReplayError("the step did not reach loss.backward(), so it cannot be repeated")
+        needed = {id(call) for call in self._needed_for(self._loss)}
+        values: dict[_Slot, Any] = {}
+        of_gradients: set[_Slot] = set()
+        with _random_from(self._random), contextlib.ExitStack() as forward:
+            forward.enter_context(around())
+            for call in self._calls:
+                if call.function is torch.Tensor.backward:
+                    forward.close()  # the format of operators is the forward pass's business
+                if id(call) in needed or _about_gradients(call, of_gradients):
+                    self._make(call, values, self._model)
+        return float(values[self._loss].detach().float())
+
+    def _make(self, call: _Call, values: dict[_Slot, Any], model: nn.Module) -> None:
+        if call.function == "optimizer":
+            self._step_optimizer(call.settings)
+            return
+        args, kwargs = tree_map(
+            lambda value: values[value] if isinstance(value, _Slot) else value,
+            (call.args, call.kwargs),
+        )
+        function = model if call.function == "model" else call.function
+        with torch.set_grad_enabled(call.grad_enabled):
+            result = function(*args, **kwargs)  # type: ignore[operator]
+        with torch._C.DisableTorchFunction():
+            flat = tree_flatten(result)[0]
+        for slot, value in zip(call.outputs, flat, strict=True):
+            if slot is not None:
+                values[slot] = value
+
+    def _step_optimizer(self, settings: list[dict[str, Any]]) -> None:
+        groups = self._optimizer.param_groups
+        now = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        for group, then in zip(groups, settings, strict=True):
+            group.update(then)
+        try:
+            self._optimizer.step()
+        finally:
+            for group, value in zip(groups, now, strict=True):
+                group.update(value)
+
+    def _needed_for(self, loss: _Slot) -> list[_Call]:
+        """The calls of the forward pass on which the loss depends, in order."""
+        wanted, calls = {loss}, []
+        forward = self._calls
+        for position, call in enumerate(self._calls):
+            if call.function is torch.Tensor.backward:
+                forward = self._calls[:position]
+                break
+        for call in reversed(forward):
+            if wanted.isdisjoint(slot for slot in call.outputs if slot is not None):
+                continue
+            calls.append(call)
+            flat = tree_flatten((call.args, call.kwargs))[0]
+            wanted.update(value for value in flat if isinstance(value, _Slot))
+        return calls[::-1]
+
+    @contextlib.contextmanager
+    def _as_it_began(self) -> Iterator[None]:
+        """Random numbers and buffers as when the step began; afterwards as they are now."""
+        buffers = list(self._inner.buffers())
+        # Exchanged, not copied: a copy would count as a change of what backward() still needs.
+        now = [buffer.data for buffer in buffers]
+        with _random_from(self._random):
+            try:
+                for buffer, then in zip(buffers, self._buffers, strict=True):
+                    buffer.data = then.clone()
+                yield
+            finally:
+                for buffer, data in zip(buffers, now, strict=True):
+                    buffer.data = data
+
+
+class Shadow:
+    """A second training on the same steps: parameters, buffers and optimizer state of its own.
+
+    It begins where the training is now. Each step of the training is made again on the shadow's
+    numbers, which are put in place for that time only; so both see the same batches in the same order
+    with the same random numbers.
+
+    Args:
+        model: the model in training.
+        optimizer: its optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._tensors = [*inner.parameters(), *inner.buffers()]
+        self._parameters = list(inner.parameters())
+        self._data = [tensor.detach().clone() for tensor in self._tensors]
+        self._gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        self._state: Any = _copied_state(optimizer)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The shadow's numbers in the place of the training's, for the length of the context."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """The shadow becomes the training, and the training the shadow."""
+        for position, tensor in enumerate(self._tensors):
+            tensor.data, self._data[position] = self._data[position], tensor.data
+        for position, parameter in enumerate(self._parameters):
+            parameter.grad, self._gradients[position] = (
+                self._gradients[position],
+                parameter.grad,
+            )
+        self._optimizer.state, self._state = self._state, self._optimizer.state
+
+
+def _about_gradients(call: _Call, of_gradients: set[_Slot]) -> bool:
+    """Whether a call belongs to the step though the loss does not depend on it.
+
+    Those are ``backward``, the optimizer's step, and what is done to gradients, such as clipping.
+    What sums losses for the log, or changes any other tensor from outside, must not be done twice.
+    """
+    if call.function in ("optimizer", torch.Tensor.backward):
+        return True
+    flat = tree_flatten((call.args, call.kwargs))[0]
+    if call.function in _GRADIENT:
+        about = isinstance(flat[0], nn.Parameter)
+    else:
+        about = any(isinstance(value, _Slot) and value in of_gradients for value in flat)
+        about = about and not isinstance(flat[0], Tensor)
+    if about:
+        of_gradients.update(slot for slot in call.outputs if slot is not None)
+    return about
+
+
+def _copied_state(optimizer: torch.optim.Optimizer) -> Any:
+    state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined]
+    for parameter, values in optimizer.state.items():
+        state[parameter] = copy.deepcopy(values)
+    return state
+
+
+@contextlib.contextmanager
+def _outside_of(mode: TorchFunctionMode) -> Iterator[None]:
+    """Without the tape and whatever lies around it: replays choose their own modes."""
+    stack = []
+    try:
+        while torch._C._len_torch_function_stack():
+            stack.append(torch._C._pop_torch_function_stack())
+        yield
+    finally:
+        while stack:
+            torch._C._push_on_torch_function_stack(stack.pop())
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda
+
+
+@contextlib.contextmanager
+def _random_from(state: tuple[Tensor, list[Tensor]]) -> Iterator[None]:
+    with torch.random.fork_rng(range(len(state[1]))):
+        torch.set_rng_state(state[0])
+        if state[1]:
+            torch.cuda.set_rng_state_all(state[1])
+        yield
