@@ -19,6 +19,7 @@ NAMES = {
     "IntFormat",
     "Ledger",
     "MatmulBackward",
+    "OperatorPlan",
     "all_reduce",
     "decode",
     "encode",
@@ -28,7 +29,7 @@ NAMES = {
     "quantize",
     "quantize_",
 }
-SUBMODULES = {"gradients", "inputs", "nn"}
+SUBMODULES = {"gradients", "inputs", "nn", "operators"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -3,6 +3,7 @@
 from narrowgauge import gradients as gradients
 from narrowgauge import inputs as inputs
 from narrowgauge import nn as nn
+from narrowgauge import operators as operators
 from narrowgauge.codec import decode as decode
 from narrowgauge.codec import encode as encode
 from narrowgauge.collectives import all_reduce as all_reduce
@@ -15,5 +16,6 @@ from narrowgauge.inputs import Feed as Feed
 from narrowgauge.ledger import Ledger as Ledger
 from narrowgauge.matmul import MatmulBackward as MatmulBackward
 from narrowgauge.matmul import matmul as matmul
+from narrowgauge.operators import OperatorPlan as OperatorPlan
 from narrowgauge.rounding import quantize as quantize
 from narrowgauge.rounding import quantize_ as quantize_
