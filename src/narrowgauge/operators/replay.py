@@ -26,6 +26,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 _GRADIENT = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
 
 
+_WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_WRITING |= {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")} | {"__setitem__"}
+
+
 class ReplayError(RuntimeError):
     """A step that cannot be made again; the message says why."""
 
@@ -216,13 +220,13 @@ class StepTape(TorchFunctionMode):
         """
         if self._loss is None:
             raise ReplayError("the step has not reached loss.backward(), so it cannot be repeated")
-        wanted = self._needed_for(self._loss)
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
-        with self._as_it_began(), _outside_of(self):
+        with self._as_it_began():
             values: dict[_Slot, Any] = {}
             with around():
-                for call in wanted:
-                    self._make(call, values, self._inner)
+                for call in self._calls:  # backward is not among them yet
+                    if call.function not in _GRADIENT:
+                        self._make(call, values, self._inner)
             loss = values[self._loss]
             with _no_autocast():
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -243,21 +247,28 @@ class StepTape(TorchFunctionMode):
         """
         if self._loss is None:
             raise ReplayError("the step did not reach loss.backward(), so it cannot be repeated")
-        needed = {id(call) for call in self._needed_for(self._loss)}
         values: dict[_Slot, Any] = {}
         of_gradients: set[_Slot] = set()
+        forward_is_over = False
         with _random_from(self._random), contextlib.ExitStack() as forward:
             forward.enter_context(around())
             for call in self._calls:
                 if call.function is torch.Tensor.backward:
                     forward.close()  # the format of operators is the forward pass's business
-                if id(call) in needed or _about_gradients(call, of_gradients):
+                    forward_is_over = True
+                gradients = _about_gradients(call, of_gradients)
+                if gradients or (not forward_is_over and call.function not in _GRADIENT):
                     self._make(call, values, self._model)
         return float(values[self._loss].detach().float())
 
     def _make(self, call: _Call, values: dict[_Slot, Any], model: nn.Module) -> None:
         if call.function == "optimizer":
             self._step_optimizer(call.settings)
+            return
+        if _writes_outside(call):  # done already, once for all
+            for slot in call.outputs:
+                if slot is not None:
+                    values[slot] = call.args[0]
             return
         args, kwargs = tree_map(
             lambda value: values[value] if isinstance(value, _Slot) else value,
@@ -282,22 +293,6 @@ class StepTape(TorchFunctionMode):
         finally:
             for group, value in zip(groups, now, strict=True):
                 group.update(value)
-
-    def _needed_for(self, loss: _Slot) -> list[_Call]:
-        """The calls of the forward pass on which the loss depends, in order."""
-        wanted, calls = {loss}, []
-        forward = self._calls
-        for position, call in enumerate(self._calls):
-            if call.function is torch.Tensor.backward:
-                forward = self._calls[:position]
-                break
-        for call in reversed(forward):
-            if wanted.isdisjoint(slot for slot in call.outputs if slot is not None):
-                continue
-            calls.append(call)
-            flat = tree_flatten((call.args, call.kwargs))[0]
-            wanted.update(value for value in flat if isinstance(value, _Slot))
-        return calls[::-1]
 
     @contextlib.contextmanager
     def _as_it_began(self) -> Iterator[None]:
@@ -383,17 +378,13 @@ def _copied_state(optimizer: torch.optim.Optimizer) -> Any:
     return state
 
 
-@contextlib.contextmanager
-def _outside_of(mode: TorchFunctionMode) -> Iterator[None]:
-    """Without the tape and whatever lies around it: replays choose their own modes."""
-    stack = []
-    try:
-        while torch._C._len_torch_function_stack():
-            stack.append(torch._C._pop_torch_function_stack())
-        yield
-    finally:
-        while stack:
-            torch._C._push_on_torch_function_stack(stack.pop())
+def _writes_outside(call: _Call) -> bool:
+    """Whether a call changes a tensor that is none of the step's own, such as a running sum."""
+    if isinstance(call.function, str) or call.function in _GRADIENT or not call.args:
+        return False
+    name = getattr(call.function, "__name__", "")
+    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    return writes and isinstance(call.args[0], Tensor)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,238 @@
+"""What operators in a narrow format do to a training step, judged in float32.
+
+The same step is made twice, in float32 and with some operators in the format: same batch, same
+parameters, same random numbers. What counts is how far the gradient turns away, and whether the loss
+changes; the error of an operator's own output tells little (a softmax may be off by a percent and
+harm nothing, a loss by as much and end the training). The trade-off: a forward and a backward pass
+for each set of operators that is judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import FloatFormat, FormatLike, format_of
+from narrowgauge.operators.applying import Applied
+from narrowgauge.operators.compute import Compute, compute_of
+from narrowgauge.operators.plan import OperatorPlan
+from narrowgauge.operators.recording import Recording
+from narrowgauge.operators.replay import StepTape
+from narrowgauge.rounding import quantize
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What a set of operators in a format does to one step.
+
+    Args:
+        gradient_error: ‖g − g₃₂‖ / ‖g₃₂‖ over all parameters; infinite if g is not finite.
+        loss_change: |loss − loss₃₂| / |loss₃₂|; infinite if the loss is not finite.
+        overflow: how many finite numbers, operands and results, the format turns infinite or holds
+            at its largest.
+        underflow: how many numbers other than zero it turns into zero.
+    """
+
+    gradient_error: float
+    loss_change: float
+    overflow: int = 0
+    underflow: int = 0
+
+    def worst(self, other: Signal) -> Signal:
+        """The larger of each, as over several steps or ranks."""
+        return Signal(*(max(a, b) for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers."""
+        return asdict(self)
+
+
+def _values(signal: Signal) -> tuple[float, ...]:
+    return tuple(asdict(signal).values())
+
+
+class Judge:
+    """Judges sets of operators on one step, whose tape has just reached ``backward``.
+
+    Args:
+        tape: the step.
+        applied: the block in which the step is made; afterwards it follows its plan as before.
+        plan: all operators in float32.
+        formats: formats whose overflows and underflows are counted, for all operators at once.
+
+    Attributes:
+        loss: in float32.
+        gradients: in float32, of each parameter that requires one.
+        usable: whether loss and gradients are finite in float32, so that they can judge.
+        ranges: (overflows, underflows) by (operator, format).
+    """
+
+    def __init__(
+        self, tape: StepTape, applied: Applied, plan: OperatorPlan, formats: Sequence[str] = ()
+    ) -> None:
+        self._tape, self._applied, self._plan = tape, applied, plan
+        watch = RangeWatch(formats)
+        mode = applied._mode
+        with self._following(plan):
+            mode.recording = watch if formats else None
+            try:
+                self.loss, self.gradients = tape.gradients()
+            finally:
+                mode.recording = None
+        self.ranges = watch.counts
+        self._norm = _norm(self.gradients)
+        self.usable = math.isfinite(self.loss) and 0 < self._norm < math.inf
+
+    def signal(self, formats: Mapping[str, FormatLike]) -> Signal:
+        """What these operators do in these formats, all others being in float32.
+
+        Args:
+            formats: format by operator name.
+        """
+        with self._following(self._plan.with_formats(formats)):
+            loss, gradients = self._tape.gradients()
+        counts = [self.ranges.get((n, compute_of(f).name), (0, 0)) for n, f in formats.items()]
+        return Signal(
+            *self._compared(loss, gradients), sum(o for o, _ in counts), sum(u for _, u in counts)
+        )
+
+    def autocast(self, dtype: torch.dtype, device: str) -> Signal:
+        """What ``torch.autocast`` does to the step."""
+        promote = OperatorPlan({})
+        with self._following(promote):
+            loss, gradients = self._tape.gradients(lambda: torch.autocast(device, dtype))
+        return Signal(*self._compared(loss, gradients))
+
+    def _compared(self, loss: float, gradients: list[Tensor | None]) -> tuple[float, float]:
+        differences = [
+            found if exact is None else exact if found is None else found.float() - exact.float()
+            for exact, found in zip(self.gradients, gradients, strict=True)
+        ]
+        error = _norm(differences) / self._norm
+        change = abs(loss - self.loss) / max(abs(self.loss), 1e-30)
+        return tuple(x if math.isfinite(x) else math.inf for x in (error, change))  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def _following(self, plan: OperatorPlan) -> Iterator[None]:
+        before = self._applied.plan
+        self._applied.use(plan)
+        try:
+            yield
+        finally:
+            self._applied.use(before)
+
+
+def _norm(tensors: Sequence[Tensor | None]) -> float:
+    """Of all together, summed in float64."""
+    squares = [x.detach().double().square().sum() for x in tensors if x is not None]
+    return math.sqrt(s) if math.isfinite(s := float(sum(squares))) else math.inf
+
+
+class RangeWatch(Recording):
+    """Counts what formats would lose of operands and results, while operators run in float32."""
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        super().__init__()
+        self._formats = {name: compute_of(name) for name in formats}
+        self.counts: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def called(
+        self,
+        name: str,
+        operator: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compute: Compute,
+        cast: Any,
+        inside: bool,
+    ) -> Any:
+        """Call the operator; count operands before, as it may write into them, and results."""
+        from narrowgauge.operators.compute import run
+        from narrowgauge.operators.recording import _tensors
+
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            before = [self._lost(x) for x in _tensors((args, kwargs))]
+        result = run(compute, operator, function, args, kwargs, cast)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            lost = [*before, *(self._lost(x) for x in _tensors(result))]
+        for position, format in enumerate(self._formats):
+            both = [entry[position] for entry in lost if entry]
+            self.counts[name, format] = (sum(o for o, _ in both), sum(u for _, u in both))
+        return result
+
+    def moved(self, *_: Any) -> None:
+        """What only moves data loses nothing."""
+
+    def _lost(self, x: Tensor) -> list[tuple[int, int]]:
+        if not x.is_floating_point() or not x.numel():
+            return []
+        found = []
+        for compute in self._formats.values():
+            name = compute.forward or compute.name.partition("/")[0]
+            format = format_of(name if name != "promote" else "fp32")
+            values = x.detach().float()
+            if compute.dtype is not None and compute.forward is None:
+                narrow = values.to(compute.dtype).float()
+            else:
+                narrow = quantize(values, format)
+            largest = format.largest if isinstance(format, FloatFormat) else math.inf
+            over = (narrow.abs().isinf() & values.isfinite()) | (values.abs() > 2 * largest)
+            under = (narrow == 0) & (values != 0)
+            found.append((int(over.sum()), int(under.sum())))
+        return found
+
+
+def gradient_errors(
+    gradients: Mapping[str, Tensor], formats: Sequence[FormatLike]
+) -> dict[str, dict[str, float]]:
+    """The relative error ‖Q(g) − g‖ / ‖g‖ of each parameter's gradient in each format.
+
+    Each gradient is scaled by the power of two under which its largest magnitude still fits, as it
+    is when it travels (auto-precision scaling).
+
+    Args:
+        gradients: by parameter name.
+        formats: formats of the wire.
+
+    Returns:
+        Error by parameter name, then by format name.
+    """
+    errors: dict[str, dict[str, float]] = {}
+    for name, gradient in gradients.items():
+        exact = gradient.detach().float()
+        norm = float(exact.double().norm())
+        errors[name] = {}
+        for like in formats:
+            format = format_of(like)
+            scaled = exact
+            if isinstance(format, FloatFormat) and norm:
+                room = math.log2(format.largest) - math.log2(float(exact.abs().max()))
+                scaled = torch.ldexp(exact, torch.tensor(math.floor(room)))
+            rounded = quantize(scaled, format)
+            scale = float(scaled.double().norm())
+            difference = float((rounded.double() - scaled.double()).norm())
+            errors[name][format.name] = difference / scale if scale else 0.0
+    return errors
+
+
+def narrowest(
+    errors: Mapping[str, Mapping[str, float]], formats: Sequence[FormatLike], bound: float
+) -> dict[str, str]:
+    """For each parameter the format with the fewest bits whose error is within a bound.
+
+    Returns:
+        Format by parameter name, ``"fp32"`` where none is within it: a policy that
+        ``narrowgauge.gradients.compress(model, policy)`` takes.
+    """
+    by_bits = sorted((format_of(f) for f in formats), key=lambda format: format.bits)
+    return {
+        name: next((f.name for f in by_bits if found[f.name] <= bound), "fp32")
+        for name, found in errors.items()
+    }
