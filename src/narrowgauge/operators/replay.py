@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
-
 
 _GRADIENT = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
 
@@ -61,6 +61,7 @@ class StepTape(TorchFunctionMode):
             parameters as the forward pass saw them; the place for :meth:`gradients`.
 
     Attributes:
+        loss: its value, once ``backward`` is reached.
         skipped: whether the step ended without a step of the optimizer, as when GradScaler finds an
             overflow.
     """
@@ -85,6 +86,7 @@ class StepTape(TorchFunctionMode):
         self._buffers = [buffer.detach().clone() for buffer in self._inner.buffers()]
         self._handles: list[Any] = []
         self.skipped = True
+        self.loss = math.nan
 
     @property
     def reached_backward(self) -> bool:
@@ -134,10 +136,12 @@ class StepTape(TorchFunctionMode):
                     "of this step has made; a custom autograd.Function must lie inside the model"
                 )
             self._loss = slot
+            self.loss = float(args[0].detach())
         self._inside += 1
         try:
             if first and self._before_backward is not None:
-                self._before_backward(self)
+                with torch.enable_grad():
+                    self._before_backward(self)
             # Autocast, if a contender runs under it, is for the forward pass only.
             with _no_autocast():
                 torch.Tensor.backward(*args, **kwargs)

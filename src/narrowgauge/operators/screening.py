@@ -1,0 +1,178 @@
+"""Which operators may take which format: what is to be judged next, and what follows from it.
+
+Operators of equal signature are judged together, and alone only if that fails; then all that are left
+are judged at once, as harm may add up or need two; if that fails, those that harm least are kept, as
+many as bisecting finds harmless together. The trade-off: one step judges one batch; so the last word
+has an epoch of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from narrowgauge.operators.recording import Recording
+from narrowgauge.operators.signals import Signal
+
+
+class Screening:
+    """The state of the first stage; every change is an event, so that it can be made again.
+
+    Args:
+        recording: the operators.
+        formats: candidates, the preferred first.
+        simulated: whether they are, so that operators that write into their input take them too.
+        bound: largest relative error of the gradient that is harmless.
+        confirmations: steps on which all that are left must be harmless together.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        formats: Sequence[str],
+        *,
+        simulated: bool,
+        bound: float,
+        confirmations: int = 2,
+    ) -> None:
+        self.formats = list(formats)
+        self.bound = bound
+        self.signals: dict[tuple[str, str], Signal] = {}
+        self.excluded: dict[tuple[str, str], str] = {}
+        self.together: Signal | None = None
+        self._names = [call.name for call in recording if simulated or not call.in_place]
+        groups: dict[str, list[str]] = {}
+        for call in recording:
+            if simulated or not call.in_place:
+                groups.setdefault(call.signature, []).append(call.name)
+        self._queue = [(f, names) for f in self.formats for names in groups.values()]
+        self._confirmations = confirmations
+        self._left = confirmations
+        self._kept: tuple[int, int] | None = None  # bounds of the bisection
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to be judged."""
+        return not self._queue and (self._left <= 0 or not self.survivors())
+
+    def survivors(self) -> dict[str, str]:
+        """The preferred format of each operator among those that were not found harmful."""
+        found = {}
+        for name in self._names:
+            for format in self.formats:
+                if (name, format) not in self.excluded:
+                    found[name] = format
+                    break
+        return found
+
+    def allowed(self) -> dict[str, list[str]]:
+        """All formats of each operator that were not found harmful."""
+        return {
+            name: [f for f in self.formats if (name, f) not in self.excluded]
+            for name in self._names
+        }
+
+    def next(self) -> dict[str, str]:
+        """The operators to be judged next, and their formats."""
+        if self._queue:
+            format, names = self._queue[0]
+            return dict.fromkeys(names, format)
+        ranked = self.ranked()
+        keep = len(ranked) if self._kept is None else (self._kept[0] + self._kept[1] + 1) // 2
+        return dict(ranked[:keep])
+
+    def ranked(self) -> list[tuple[str, str]]:
+        """Survivors and their formats, the least harmful first."""
+        items = self.survivors().items()
+        return sorted(items, key=lambda item: self.signals[item].gradient_error)
+
+    def judged(self, signal: Signal) -> None:
+        """Take over what was found about :meth:`next`."""
+        if self._queue:
+            self._judged_alone(signal)
+        else:
+            self._judged_together(signal)
+
+    def _judged_alone(self, signal: Signal) -> None:
+        format, names = self._queue.pop(0)
+        harmful = signal.gradient_error > self.bound or signal.loss_change > 1
+        if harmful and len(names) > 1:
+            self._queue[:0] = [(format, [name]) for name in names]
+            return
+        for name in names:
+            self.signals[name, format] = signal
+            if harmful:
+                self.excluded[name, format] = _harm(signal, "alone")
+
+    def _judged_together(self, signal: Signal) -> None:
+        harmful = signal.gradient_error > 2 * self.bound or signal.loss_change > 1
+        tried = len(self.next())
+        if self._kept is None:
+            if not harmful:
+                self.together = signal if self.together is None else self.together.worst(signal)
+                self._left -= 1
+                return
+            self._kept = (0, tried - 1)
+        elif harmful:
+            self._kept = (self._kept[0], tried - 1)
+        else:
+            self._kept = (tried, self._kept[1])
+        if self._kept[0] >= self._kept[1]:
+            for item in self.ranked()[self._kept[0] :]:
+                self.excluded[item] = _harm(signal, "together with others that are less so")
+            self._kept, self._left = None, self._confirmations
+
+    def give_up_worst(self, reason: str) -> int:
+        """Exclude the more harmful half of what is left, and begin to confirm again.
+
+        Returns:
+            How many operators that were.
+        """
+        ranked = self.ranked()
+        worst = ranked[len(ranked) // 2 :]
+        for item in worst:
+            self.excluded[item] = reason
+        self._left, self.together = self._confirmations, None
+        return len(worst)
+
+    def evidence(self, name: str) -> dict[str, Any]:
+        """What is known of an operator, as JSON."""
+        return {
+            "signals": {
+                format: {
+                    key: value if abs(value) != float("inf") else "infinite"
+                    for key, value in self.signals[name, format].as_dict().items()
+                }
+                for format in self.formats
+                if (name, format) in self.signals
+            },
+            "excluded": {
+                format: self.excluded[name, format]
+                for format in self.formats
+                if (name, format) in self.excluded
+            },
+        }
+
+
+def _harm(signal: Signal, how: str) -> str:
+    """Why, in a sentence."""
+    text = f"{how}, it turns the gradient by {signal.gradient_error:.2g} of its length"
+    if signal.gradient_error == float("inf"):
+        text = f"{how}, it makes the gradient infinite or NaN"
+    if signal.loss_change > 1:
+        text += f" and changes the loss by {signal.loss_change:.2g} of its value"
+    if signal.overflow:
+        text += f"; {signal.overflow} numbers overflow"
+    if signal.underflow:
+        text += f"; {signal.underflow} numbers become zero"
+    return text
+
+
+def signal_from(event: Mapping[str, float]) -> Signal:
+    """A signal as it was written to a journal."""
+    return Signal(
+        float(event["gradient_error"]),
+        float(event["loss_change"]),
+        int(event["overflow"]),
+        int(event["underflow"]),
+    )
