@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-_GRADIENT = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
+_grad: Any = Tensor.grad
+_GRADIENT = (_grad.__get__, _grad.__set__)
 
 
 _WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
@@ -88,10 +89,16 @@ class StepTape(TorchFunctionMode):
         self.skipped = True
         self.loss = math.nan
 
-    @property
-    def reached_backward(self) -> bool:
-        """Whether ``loss.backward()`` was called."""
-        return self._loss is not None
+    def check(self) -> None:
+        """Make sure that the step that is over called ``loss.backward()``.
+
+        Raises:
+            ReplayError: it did not.
+        """
+        if self._loss is None:
+            raise ReplayError(
+                "the step ended without loss.backward(); it must be called within search.step()"
+            )
 
     def __enter__(self) -> StepTape:
         model, optimizer = self._model, self._optimizer

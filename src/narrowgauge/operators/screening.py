@@ -55,6 +55,11 @@ class Screening:
         """Whether nothing is left to be judged."""
         return not self._queue and (self._left <= 0 or not self.survivors())
 
+    @property
+    def alone(self) -> bool:
+        """Whether operators are still judged alone, or in groups of one signature."""
+        return bool(self._queue)
+
     def survivors(self) -> dict[str, str]:
         """The preferred format of each operator among those that were not found harmful."""
         found = {}

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,19 +21,15 @@ from narrowgauge.formats import FormatLike
 from narrowgauge.operators import profile
 from narrowgauge.operators.agreement import Ranks
 from narrowgauge.operators.compute import PROMOTE, compute_of
-from narrowgauge.operators.contenders import Contenders, following, propose
+from narrowgauge.operators.contenders import Contenders, following
+from narrowgauge.operators.convergence import Convergence
 from narrowgauge.operators.names import unwrapped
 from narrowgauge.operators.outcome import cost_of, evidence_of
 from narrowgauge.operators.plan import OperatorPlan
-from narrowgauge.operators.recording import Recording
-from narrowgauge.operators.replay import ReplayError, Shadow, StepTape
-from narrowgauge.operators.screening import Screening, signal_from
-from narrowgauge.operators.signals import Judge, Signal, gradient_errors, narrowest
+from narrowgauge.operators.setting import Setting
+from narrowgauge.operators.signals import narrowest
 from narrowgauge.operators.store import Store
-from narrowgauge.operators.trial import Trial, diverged, seed_band
-
-_WARM_UP = 5  # steps before the first is judged: the first gradients are unlike all others
-_PER_STEP = 4  # sets that are judged on one step
+from narrowgauge.operators.turns import Turns
 
 
 class OperatorSearch:
@@ -106,47 +100,36 @@ class OperatorSearch:
             )
         if hasattr(model, "_orig_mod"):
             raise TypeError("model is compiled; search on the model itself, compile with the plan")
-        self._formats, self._simulated = _candidates(formats)
+        names, simulated = _candidates(formats)
         for argument, value in (("memory_weight", memory_weight), ("overhead", overhead)):
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{argument} is {value!r}; allowed: a number from 0")
         for argument, value in (("gradient_bound", gradient_bound), ("wire_bound", wire_bound)):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ValueError(f"{argument} is {value!r}; allowed: a number above 0, such as 0.1")
-        self.model, self.optimizer = model, optimizer
-        self._inner = unwrapped(model)
-        self._memory_weight, self._bound, self._band = memory_weight, gradient_bound, seed_band
         self._wire_formats, self._wire_bound = tuple(gradient_formats), wire_bound
-        self._overhead_allowed = overhead
-        self._ranks = Ranks(model)
+        self._memory_weight, self._overhead = memory_weight, overhead
         self.epoch, self.stage = 0, "screen"
-        self._steps, self._in_step = 0, False  # of this epoch
-        self._recording: Recording | None = None
-        self._screening: Screening | None = None
-        self._float32 = OperatorPlan({})
-        self._wire_errors: dict[str, dict[str, float]] = {}
-        self._shadow: Shadow | None = None
-        self._losses: tuple[list[float], list[float]] = ([], [])
-        self._skipped, self._failure = 0, ""
-        self._contenders: Contenders | None = None
-        self._profile = profile.Profile()
-        self._trial: Trial | None = None
+        self._in_step = False
         self._decision = ""
         self._plan: OperatorPlan | None = None
-        self._search_seconds = 0.0
-        self._training_seconds = 0.0  # of this epoch, without the search
-        self._epoch_seconds: list[float] = []
+        ranks = Ranks(model)
         self._store = Store(
             workdir,
-            self._ranks,
+            ranks,
             {
-                "formats": self._formats,
+                "formats": names,
                 "memory_weight": memory_weight,
                 "gradient_bound": gradient_bound,
-                "parameters": [list(p.shape) for p in self._inner.parameters()],
+                "parameters": [list(p.shape) for p in unwrapped(model).parameters()],
             },
         )
-        self._journal = self._store.journal
+        self._setting = Setting(
+            model, optimizer, names, simulated, gradient_bound, ranks, self._store.journal
+        )
+        self._clock = self._setting.clock
+        self._convergence = Convergence(self._setting, seed_band, self._wire_formats)
+        self._turns = Turns(self._setting, self._convergence, memory_weight)
         self._resume()
 
     # --- the user's loop -------------------------------------------------------------------------
@@ -174,17 +157,27 @@ class OperatorSearch:
                 "the search tries it by itself"
             )
         self._in_step = True
-        self._steps += 1
-        before = self._search_seconds
-        begin = time.perf_counter()
         try:
-            run = {"screen": self._screen, "check": self._check, "time": self._try}
-            with run.get(self.stage, self._apply)():
+            with self._clock.step(), self._step():
                 yield
         finally:
             self._in_step = False
-            taken = time.perf_counter() - begin
-            self._training_seconds += taken - (self._search_seconds - before)
+        trial = self._turns.trial
+        if self.stage == "time" and trial is not None and trial.over:
+            self._decide(*trial.winner())
+
+    def _step(self) -> contextlib.AbstractContextManager[None]:
+        if self.finished:
+            return self._apply()
+        if not self._convergence.recorded:  # new, or resumed
+            return self._convergence.record()
+        if self.stage == "screen":
+            return self._convergence.screen()
+        return self._convergence.check() if self.stage == "check" else self._turns.step()
+
+    def _apply(self) -> contextlib.AbstractContextManager[None]:
+        setting, plans = self._setting, {self._decision: self.plan}
+        return following(self._decision, plans, setting.model, setting.device, setting.formats[0])
 
     def end_epoch(self, evaluate: Callable[[], float]) -> float:
         """Take the decisions that an epoch allows; write the snapshot.
@@ -199,19 +192,19 @@ class OperatorSearch:
         value = float(evaluate())
         if self.stage == "check":
             value = self._end_check(value, evaluate)
-        elif self.stage == "screen" and self._screening is not None and self._screening.over:
-            self._after_screening()
-        self._epoch_seconds.append(self._training_seconds)
-        self._training_seconds, self._steps = 0.0, 0
+        elif self.stage == "screen" and self._convergence.recorded:
+            self._end_screening()
+        self._clock.end_epoch()
         self.epoch += 1
+        setting = self._setting
         if not self.finished:
-            self._store.save_snapshot(self._inner, self.optimizer, self.epoch)
-        self._journal.append(
+            self._store.save_snapshot(setting.inner, setting.optimizer, self.epoch)
+        setting.journal.append(
             "epoch",
             number=self.epoch,
             evaluation=value,
-            seconds=self._epoch_seconds[-1],
-            search_seconds=self._search_seconds,
+            seconds=self._clock.epochs[-1],
+            search_seconds=self._clock.search,
         )
         return value
 
@@ -241,6 +234,19 @@ class OperatorSearch:
         return self._plan
 
     @property
+    def harmless(self) -> OperatorPlan:
+        """All operators that were found harmless in their format, the others in float32.
+
+        What stage 2 may choose from; and the plan for hardware on which narrow is always faster.
+
+        Raises:
+            RuntimeError: no step was made yet.
+        """
+        if not self._convergence.recorded:
+            raise RuntimeError("no step was made yet, so nothing is known of the operators")
+        return self._convergence.harmless()
+
+    @property
     def decision(self) -> str:
         """What was taken: ``"plan"``, ``"all-low"``, ``"autocast"``, ``"fp32"`` or ``""``."""
         return self._decision
@@ -256,324 +262,82 @@ class OperatorSearch:
         Raises:
             RuntimeError: no step was judged yet, or no ``gradient_formats`` were given.
         """
-        if not self._wire_errors:
+        if not self._convergence.wire_errors:
             raise RuntimeError(
                 "no gradients were judged: pass gradient_formats=, such as ('e3m0', 'e5m2', "
                 "'bf16'), and train until search.stage is 'check'"
             )
-        return narrowest(self._wire_errors, self._wire_formats, self._wire_bound)
+        return narrowest(self._convergence.wire_errors, self._wire_formats, self._wire_bound)
 
-    # --- stage 1: steps --------------------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _screen(self) -> Iterator[None]:
-        recording = (
-            None if self._recording is not None else Recording(training=self._inner.training)
-        )
-        plan = OperatorPlan({})
-        screening = self._screening
-        if recording is None and (self._steps <= _WARM_UP or (screening and screening.over)):
-            yield
+    def _end_screening(self) -> None:
+        screening = self._convergence.screening
+        if not screening.over:
             return
-        with plan.applied(self.model, mismatch="ignore", recording=recording) as applied:
-
-            def judge(tape: StepTape) -> None:
-                with self._overhead():
-                    if recording is not None:
-                        applied._mode.recording = None
-                        recording.finish()
-                        self._recorded(recording)
-                    else:
-                        self._judge(Judge(tape, applied, self._float32, self._formats))
-
-            tape = StepTape(self.model, self.optimizer, judge)
-            with tape:
-                yield
-        _check_backward(tape)
-
-    def _judge(self, judge: Judge) -> None:
-        assert self._screening is not None
-        if not all(self._ranks.all(judge.usable)):
-            return
-        self._judge_wires(judge)
-        for _ in range(_PER_STEP):
-            if self._screening.over:
-                break
-            chosen = self._screening.next()
-            signal = self._worst(judge.signal(chosen))
-            self._journal.append("judged", operators=chosen, **signal.as_dict())
-            self._screening.judged(signal)
-
-    def _judge_wires(self, judge: Judge) -> None:
-        if not self._wire_formats:
-            return
-        named = [(n, p) for n, p in self._inner.named_parameters() if p.requires_grad]
-        gradients = {
-            n: g for (n, _), g in zip(named, judge.gradients, strict=True) if g is not None
-        }
-        everybodys = self._ranks.all(gradient_errors(gradients, self._wire_formats))
-        for errors in everybodys:
-            for name, by_format in errors.items():
-                worst = self._wire_errors.setdefault(name, {})
-                for format, error in by_format.items():
-                    worst[format] = max(error, worst.get(format, 0.0))
-        self._journal.append("wires", errors=self._wire_errors)
-
-    def _worst(self, signal: Signal) -> Signal:
-        worst, *others = self._ranks.all(signal)
-        for other in others:
-            worst = worst.worst(other)
-        result: Signal = worst
-        return result
-
-    def _recorded(self, recording: Recording) -> None:
-        self._recording = recording
-        self._float32 = OperatorPlan(
-            {call.name: "promote" if call.in_place else "fp32" for call in recording},
-            default="fp32",
-            signatures={call.name: call.signature for call in recording},
-            outside=[call.name for call in recording if not call.inside],
-            training=recording.training,
-        )
-        self._screening = Screening(
-            recording, self._formats, simulated=self._simulated, bound=self._bound
-        )
-        known = self._journal.last("operators")
-        if known is None:
-            self._journal.append("operators", fingerprint=self._float32.fingerprint)
-        elif known["fingerprint"] != self._float32.fingerprint:
-            raise ValueError(
-                f"{self._store.folder} holds the search of a model with other operators; name another "
-                "workdir"
-            )
-        for event in self._journal:
-            if event["event"] == "judged" and event["operators"] == self._screening.next():
-                self._screening.judged(signal_from(event))
-            if event["event"] == "check" and not event["passed"]:
-                self._screening.give_up_worst(event["reason"])
-
-    # --- stage 1: an epoch beside float32 --------------------------------------------------------
-
-    def _after_screening(self) -> None:
-        assert self._screening is not None
-        survivors = self._screening.survivors()
-        self._journal.append("screened", survivors=survivors)
+        survivors = screening.survivors()
+        self._setting.journal.append("screened", survivors=survivors)
         if survivors:
-            self._begin_check()
+            self.stage = "check"
+            self._convergence.begin_check()
         else:
             self._decide("fp32", "every operator was found harmful in every format")
 
-    def _begin_check(self) -> None:
-        self.stage = "check"
-        self._losses, self._skipped, self._failure = ([], []), 0, ""
-        self._shadow = Shadow(self.model, self.optimizer)
-
-    @contextlib.contextmanager
-    def _check(self) -> Iterator[None]:
-        if self._failure:  # the shadow has taken over
-            yield
-            return
-        if self._recording is None or self._shadow is None:  # resumed
-            with self._screen():
-                yield
-            self._begin_check()
-            return
-        assert self._screening is not None
-        plan = self._float32.with_formats(self._screening.survivors())
-        tape = StepTape(self.model, self.optimizer)
-        with plan.applied(self.model, mismatch="ignore"), tape:
-            yield
-        _check_backward(tape)
-        with self._overhead():
-            with self._shadow.in_place():
-                exact = tape.step_again()
-            low, losses = self._losses
-            low.append(tape.loss)
-            losses.append(exact)
-            self._skipped += tape.skipped
-            reason = diverged(low, losses, self._skipped)
-            if self._ranks.count > 1 and len(low) % 10:
-                reason = None  # ranks compare every ten steps
-            reasons = [r for r in self._ranks.all(reason) if r] if not len(low) % 10 else [reason]
-            if reasons and reasons[0]:
-                self._failure = str(reasons[0])
-                self._shadow.exchange()
-
     def _end_check(self, value: float, evaluate: Callable[[], float]) -> float:
-        assert self._screening is not None
-        if self._shadow is None:
-            return value
-        low, exact, band, how = value, value, 0.0, ""
-        if not self._failure:
-            with self._overhead(), self._shadow.in_place():
-                exact = float(evaluate())
-            band, how = seed_band(*self._losses, exact, self._band)
-            low, exact, band = self._ranks.of_first((value, exact, band))
-            if not low <= exact + band:
-                self._failure = f"the evaluation was {low:.4g}, float32's {exact:.4g}, band {how}"
-                self._shadow.exchange()
-                value = exact
-        self._shadow = None
-        self._journal.append(
-            "check",
-            passed=not self._failure,
-            reason=f"an epoch with it failed: {self._failure}" if self._failure else how,
-            evaluation=low,
-            float32=exact,
-            band=band,
-            steps=len(self._losses[0]),
-        )
-        if not self._failure:
+        tried = self._convergence.screening.survivors()
+        passed, value = self._convergence.end_check(value, evaluate)
+        if passed and self._setting.simulated:
+            self._turns.contenders = Contenders({"plan": self._convergence.harmless()})
+            self._decide("plan", "simulated formats are not timed; all that is harmless is low")
+        elif passed:
             self.stage = "time"
-            if self._simulated:
-                self._contenders = Contenders(
-                    {"plan": self._float32.with_formats(self._screening.survivors())}
-                )
-                self._decide("plan", "simulated formats are not timed; all that is harmless is low")
-            return value
-        survivors = self._screening.survivors()
-        self._screening.give_up_worst(f"an epoch with it failed: {self._failure}")
-        spent = self._ranks.of_first(self._search_seconds / max(self._mean_epoch(), 1e-9))
-        if len(survivors) == 1 or spent + 1 > self._overhead_allowed + 0.5:
-            self._decide("fp32", f"training in low precision failed: {self._failure}")
         else:
-            self.stage = "screen"  # what is left is confirmed together, then trained
+            spent = self._clock.search / max(self._clock.mean_epoch, 1e-9)
+            if len(tried) == 1 or self._setting.ranks.of_first(spent) > self._overhead - 0.5:
+                self._decide("fp32", "training in low precision left float32's band")
+            else:
+                self.stage = "screen"  # what is left is confirmed together, then trained
         return value
 
-    # --- stage 2 ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _try(self) -> Iterator[None]:
-        if self._recording is None:  # resumed
-            with self._screen():
-                yield
-            return
-        if self._trial is None or self._contenders is None:
-            with self._measuring():
-                yield
-            return
-        name = self._trial.next
-        begin = time.perf_counter()
-        with self._following(name):
-            yield
-        taken = max(self._ranks.all(time.perf_counter() - begin))
-        plain = self._trial.times["fp32"]
-        if plain and name != "fp32":
-            self._search_seconds += max(0.0, taken - plain[-1])
-        self._trial.took(taken)
-        if self._trial.over:
-            self._decide(*self._trial.winner())
-
-    @contextlib.contextmanager
-    def _measuring(self) -> Iterator[None]:
-        recording = Recording(keep_arguments=True, training=self._inner.training)
-        plan = OperatorPlan({})
-        with plan.applied(self.model, mismatch="ignore", recording=recording) as applied:
-
-            def measure(tape: StepTape) -> None:
-                with self._overhead():
-                    applied._mode.recording = None
-                    recording.finish()
-                    self._measure(recording, Judge(tape, applied, self._float32))
-
-            tape = StepTape(self.model, self.optimizer, measure)
-            with tape:
-                yield
-        _check_backward(tape)
-
-    def _measure(self, recording: Recording, judge: Judge) -> None:
-        assert self._screening is not None
-        if not all(self._ranks.all(judge.usable)):
-            return
-        measured = profile.measure(
-            recording,
-            ["fp32", *self._formats],
-            0.25 * self._mean_epoch(),
-            lambda signature, times: self._journal.append(
-                "timed", signature=signature, seconds=times
-            ),
-            {event["signature"]: event["seconds"] for event in self._journal.of("timed")},
-        )
-        self._profile = self._ranks.of_first(measured)
-        self._contenders = propose(
-            recording,
-            self._profile,
-            self._screening,
-            self._float32,
-            judge,
-            device=self._device,
-            memory_weight=self._memory_weight,
-            worst=self._worst,
-        )
-        self._trial = Trial(self._contenders.memory, self._memory_weight)
-
-    # --- the end ---------------------------------------------------------------------------------
-
     def _decide(self, winner: str, reason: str) -> None:
-        recording, screening, contenders = self._recording, self._screening, self._contenders
-        assert recording is not None
-        assert screening is not None
-        plan = self._float32 if winner == "fp32" else contenders.plans[winner]  # type: ignore[union-attr]
+        setting, found, turns = self._setting, self._convergence, self._turns
+        plan = found.float32 if winner == "fp32" else turns.contenders.plans[winner]
         self._decision = winner.partition(",")[0]
-        checks = [{k: v for k, v in e.items() if k != "event"} for e in self._journal.of("check")]
+        checks = setting.journal.of("check")
+        cost = cost_of(
+            self._clock.search,
+            self._clock.mean_epoch,
+            len(found.float32),
+            len(setting.formats),
+            len(checks),
+        )
         about = {
             "decision": self._decision,
             "reason": reason,
-            "formats": self._formats,
+            "formats": list(setting.formats),
             "memory_weight": self._memory_weight,
-            "contenders": self._trial.as_dict() if self._trial else {},
-            "not_tried": contenders.refused if contenders else {},
-            "checks": checks,
-            "cost": cost_of(
-                self._search_seconds,
-                self._mean_epoch(),
-                len(self._float32),
-                len(self._formats),
-                len(checks),
-            ),
+            "contenders": turns.trial.as_dict() if turns.trial else {},
+            "not_tried": turns.contenders.refused,
+            "checks": [{k: v for k, v in check.items() if k != "event"} for check in checks],
+            "cost": cost,
             "saved_bytes": {
-                "fp32": profile.saved_bytes(recording, {}),
-                "plan": profile.saved_bytes(recording, plan.formats),
+                "fp32": profile.saved_bytes(found.recording, {}),
+                "plan": profile.saved_bytes(found.recording, plan.formats),
             },
         }
-        evidence = evidence_of(recording, screening, self._profile, plan.formats, self._decision)
-        self._plan = self._ranks.of_first(plan.with_evidence(evidence, about))
+        evidence = evidence_of(
+            found.recording, found.screening, turns.profile, plan.formats, self._decision
+        )
+        self._plan = setting.ranks.of_first(plan.with_evidence(evidence, about))
+        self._store.save_plan(self.plan)
+        setting.journal.append("decided", decision=self._decision, reason=reason)
         self.stage = "done"
-        self._store.save_plan(self._plan)
-        self._journal.append("decided", decision=self._decision, reason=reason)
-        self._shadow = self._trial = None
-
-    @contextlib.contextmanager
-    def _apply(self) -> Iterator[None]:
-        with self._following(self._decision):
-            yield
-
-    def _following(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        plans = self._contenders.plans if self._contenders and not self._plan else {}
-        if self._plan is not None:
-            plans = {name: self._plan}
-        return following(name, plans, self.model, self._device, self._formats[0])
-
-    @property
-    def _device(self) -> str:
-        return next(self._inner.parameters()).device.type
-
-    @contextlib.contextmanager
-    def _overhead(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._search_seconds += time.perf_counter() - begin
-
-    def _mean_epoch(self) -> float:
-        done = self._epoch_seconds
-        return sum(done) / len(done) if done else self._training_seconds
 
     def _resume(self) -> None:
-        for event in self._journal:
+        setting = self._setting
+        for event in setting.journal:
             if event["event"] == "wires":
-                self._wire_errors = event["errors"]
+                self._convergence.wire_errors = event["errors"]
             elif event["event"] == "screened":
                 self.stage = "check"
             elif event["event"] == "check":
@@ -582,12 +346,12 @@ class OperatorSearch:
                 self.stage, self._decision = "done", event["decision"]
             elif event["event"] == "epoch":
                 self.epoch = event["number"]
-                self._epoch_seconds.append(event["seconds"])
-                self._search_seconds = event["search_seconds"]
+                self._clock.epochs.append(event["seconds"])
+                self._clock.search = event["search_seconds"]
         if self.stage == "done":
             self._plan = self._store.load_plan()
-        elif self._journal.last("operators") is not None:
-            self.epoch = self._store.load_snapshot(self._inner, self.optimizer)
+        elif setting.journal.last("operators") is not None:
+            self.epoch = self._store.load_snapshot(setting.inner, setting.optimizer)
 
 
 def _candidates(formats: Sequence[FormatLike]) -> tuple[list[str], bool]:
@@ -604,10 +368,3 @@ def _candidates(formats: Sequence[FormatLike]) -> tuple[list[str], bool]:
             "cannot be; search for the ones or for the others"
         )
     return [compute.name for compute in computes], computes[0].simulated
-
-
-def _check_backward(tape: StepTape) -> None:
-    if not tape.reached_backward:
-        raise ReplayError(
-            "the step ended without loss.backward(); it must be called within search.step()"
-        )
