@@ -122,7 +122,7 @@ def _mode_for(plan: OperatorPlan, model: nn.Module, mismatch: str) -> modes.Plan
         gone = sorted({name.rpartition("::")[0] for name in lost})
         hints = [f"{path!r}{did_you_mean(path, paths)}" for path in gone[:4]]
         raise OperatorMismatch(
-            f"{modes.mismatch_text([], lost, list(plan.names))}. The model has no module "
+            f"{modes.mismatch_text([], lost, plan.names)}. The model has no module "
             f"{', '.join(hints)}{' …' if len(gone) > 4 else ''}"
         )
     follow_checkpoints()

@@ -8,7 +8,7 @@ casts and roundings are part of the graph, so gradients reach them in their own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +62,12 @@ class Compute:
     dtype: torch.dtype | None
     forward: str | None = None
     backward: str | None = None
+    foreign: frozenset[torch.dtype] = field(init=False, repr=False, compare=False)
+    """Dtypes of operands that have to be cast."""
+
+    def __post_init__(self) -> None:
+        foreign = frozenset() if self.dtype is None else _CAST - {self.dtype}
+        object.__setattr__(self, "foreign", foreign)
 
     @property
     def simulated(self) -> bool:

@@ -8,7 +8,7 @@ plan should name what its reader wrote, not what an operator is made of on one d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,13 @@ MIXED_NORMS = frozenset({"layer_norm", "batch_norm", "group_norm", "instance_nor
 LOOKUPS = frozenset({"embedding"})
 
 
+# They take lists or tuples of tensors.
+NESTED = frozenset({"einsum", "multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+NESTED |= {"lstm_cell", "gru_cell"}
+FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+
+
 def _namespaces() -> Iterator[Any]:
     yield from (torch, torch.Tensor, F, torch._C._nn, torch.linalg, torch.special)
 
@@ -137,6 +144,12 @@ def composite_functions() -> dict[Function, Function]:
 COMPOSITES = composite_functions()
 
 
-def is_float(value: object) -> bool:
-    """Whether this is a tensor of real floating-point numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
+def dtypes_of(values: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes of all tensors in nested tuples and lists."""
+    found: set[torch.dtype] = set()
+    for x in values:
+        if isinstance(x, Tensor):
+            found.add(x.dtype)
+        elif isinstance(x, (tuple, list)):
+            found |= dtypes_of(x)
+    return found

@@ -13,7 +13,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge.operators.compute import Compute, cast, reuse, run
-from narrowgauge.operators.functions import ARITHMETIC, COMPOSITES, IN_PLACE_AT, OPERATORS
+from narrowgauge.operators.functions import (
+    ARITHMETIC,
+    COMPLEX,
+    COMPOSITES,
+    FLOATING,
+    IN_PLACE_AT,
+    NESTED,
+    OPERATORS,
+    dtypes_of,
+)
 from narrowgauge.operators.names import did_you_mean, module_paths
 
 if TYPE_CHECKING:
@@ -40,13 +49,15 @@ class Rules:
     """A plan in the form that is read at every call.
 
     Args:
-        formats: how to compute each operator, by name.
+        names: the operators' names.
+        formats: how to compute each call, by ``path::operator``; ``None``: the plan lacks it.
         default: how to compute those that are not named.
         expected: how often each ``path::operator`` is called in one forward of the model.
         training: whether the operators were recorded in training mode.
     """
 
-    formats: Mapping[str, Compute]
+    names: Sequence[str]
+    formats: Mapping[str, Sequence[Compute | None]]
     default: Compute
     expected: Mapping[str, int]
     training: bool
@@ -159,14 +170,14 @@ class PlanMode(TorchFunctionMode):
     def report(self, appeared: list[str], vanished: list[str]) -> None:
         """Raise or warn, as ``mismatch`` says."""
         assert self.rules is not None
-        text = mismatch_text(appeared, vanished, list(self.rules.formats))
+        text = mismatch_text(appeared, vanished, self.rules.names)
         if self.mismatch == "error":
             raise OperatorMismatch(text)
         new = [name for name in appeared if name not in self.warned]
         if new:
             self.warned.update(new)
             warnings.warn(
-                f"{mismatch_text(new, [], list(self.rules.formats))} They follow the plan's "
+                f"{mismatch_text(new, [], self.rules.names)} They follow the plan's "
                 f"default, {self.rules.default.name}",
                 stacklevel=4,
             )
@@ -176,67 +187,67 @@ class PlanMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What torch calls instead of ``func``."""
+        """What torch calls instead of ``func``; every step here is paid for at every call."""
         kwargs = kwargs or {}
         operator = OPERATORS.get(func)
-        if operator is None or not self.counts_here(operator, func, args, kwargs):
-            if func in COMPOSITES and _entered and _entered[-1] is self:
-                with self:
-                    return COMPOSITES[func](*args, **kwargs)
-            if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
-                func = torch.unflatten  # Dynamo cannot trace the method once a mode has caught it
-            result = func(*args, **kwargs)
-            if self.recording is not None:
-                self.recording.moved(func, args, kwargs, result)
-            return result
-        if _in_place(func, args, kwargs):
+        rules = self.rules
+        if operator is None or rules is None or not _entered or _entered[-1] is not self:
+            return self.pass_on(func, args, kwargs)
+        found = {x.dtype for x in args if isinstance(x, Tensor)}
+        if kwargs:
+            found.update([x.dtype for x in kwargs.values() if isinstance(x, Tensor)])
+        if operator in NESTED:
+            found = dtypes_of(args)
+        if (
+            found.isdisjoint(FLOATING)
+            or not found.isdisjoint(COMPLEX)
+            or "out" in kwargs
+            or not (self.path or self.counts_outside(operator, args, kwargs))
+        ):
+            return self.pass_on(func, args, kwargs)
+        if func in IN_PLACE_AT and _in_place(func, args, kwargs):
             operator += "_"
-        key = f"{self.path[-1] if self.path else ''}::{operator}"
+        key = (self.path[-1] if self.path else "") + "::" + operator
         call = self.counts.get(key, 0)
         self.counts[key] = call + 1
-        name = f"{key}#{call}"
-        assert self.rules is not None
-        compute = self.rules.formats.get(name)
+        planned = rules.formats.get(key, ())
+        compute = planned[call] if call < len(planned) else None
         if compute is None:
-            compute = self.unknown(name)
+            compute = self.unknown(f"{key}#{call}")
         if self.recording is not None:
             return self.recording.called(
-                name, operator, func, args, kwargs, compute, self.cast, bool(self.path)
+                f"{key}#{call}", operator, func, args, kwargs, compute, self.cast, bool(self.path)
             )
-        if compute.dtype is not None and torch.is_autocast_enabled(_device(args, kwargs)):
+        if compute.dtype is None:
+            return func(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
             with torch.autocast(_device(args, kwargs), enabled=False):
                 return run(compute, operator, func, args, kwargs, self.cast)
+        if found.isdisjoint(compute.foreign) and not compute.simulated and "dtype" not in kwargs:
+            return func(*args, **kwargs)  # all operands have the dtype
         return run(compute, operator, func, args, kwargs, self.cast)
 
-    def counts_here(
-        self, operator: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether this call has a name: real floating-point operands, of the model that is running.
+    def pass_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what is no operator of this model."""
+        if func in COMPOSITES and _entered and _entered[-1] is self:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # Dynamo cannot trace the method once a mode has caught it
+        result = func(*args, **kwargs)
+        if self.recording is not None:
+            self.recording.moved(func, args, kwargs, result)
+        return result
 
-        Outside the model, what belongs to the optimizer or to a backward pass has none, and neither
-        has arithmetic on single numbers, such as scaling a loss.
+    def counts_outside(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call outside the model has a name, as those of a loss have.
+
+        What belongs to the optimizer or to a backward pass has none, and neither has arithmetic on
+        single numbers, such as scaling a loss.
         """
-        if not _entered or _entered[-1] is not self or self.rules is None:
-            return False
-        if "out" in kwargs:
-            return False
-        floats = False
-        largest = 0
-        for x in args if not kwargs else (*args, *kwargs.values()):
-            if isinstance(x, (list, tuple)):
-                for y in x:
-                    if isinstance(y, Tensor):
-                        floats = floats or y.is_floating_point()
-                        largest = 1
-            elif isinstance(x, Tensor):
-                if x.is_floating_point():
-                    floats = True
-                    largest = max(largest, x.dim())
-                elif x.is_complex():
-                    return False
-        if not floats or self.path:
-            return floats
-        if operator in ARITHMETIC and largest == 0:
+        if operator in ARITHMETIC and not any(
+            isinstance(x, Tensor) and x.dim() for x in (*args, *kwargs.values())
+        ):
             return False
         if self.differentiates and not torch.is_grad_enabled():
             return False
@@ -347,7 +358,7 @@ def _more(counts: Mapping[str, int], than: Mapping[str, int]) -> list[str]:
     ]
 
 
-def mismatch_text(appeared: list[str], vanished: list[str], known: list[str]) -> str:
+def mismatch_text(appeared: list[str], vanished: list[str], known: Sequence[str]) -> str:
     """A sentence on the operators that the plan does not know, and those that the model lacks."""
     parts = []
     if appeared:

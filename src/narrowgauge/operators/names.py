@@ -36,19 +36,19 @@ def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     ``torch.compile``, activation checkpointing, ``DistributedDataParallel``) are left out of paths,
     so that a plan fits with and without them.
     """
-    transparent = {
-        f"{path}.module" if path else "module"
-        for path, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel)
-    }
-    for path, module in model.named_modules():
-        parts = path.split(".") if path else []
-        kept = [
-            part
-            for i, part in enumerate(parts)
-            if part not in _WRAPPERS and ".".join(parts[: i + 1]) not in transparent
-        ]
-        yield ".".join(kept), module
+    found = list(model.named_modules())
+    hidden = {id(m.module) for _, m in found if isinstance(m, DistributedDataParallel)}
+    skipped = set()  # full paths that end in a wrapper's name
+    for path, module in found:
+        if id(module) in hidden or path.rpartition(".")[2] in _WRAPPERS:
+            skipped.add(path)
+    for path, module in found:
+        yield (path if not skipped else _shortened(path, skipped)), module
+
+
+def _shortened(path: str, skipped: set[str]) -> str:
+    parts = path.split(".")
+    return ".".join(part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in skipped)
 
 
 def operator_name(path: str, operator: str, call: int) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,8 @@ class OperatorPlan:
         """
         new = object.__new__(OperatorPlan)
         new.__dict__.update(self.__dict__)
-        new._rules = None
-        new._expected = self._calls_expected()
+        rules = self.rules()
+        calls = dict(rules.formats)
         new._computes = computes = dict(self._computes)
         for name, format in formats.items():
             if name not in computes:
@@ -150,6 +151,11 @@ class OperatorPlan:
                     f"{len(computes)}, see .formats"
                 )
             computes[name] = _checked(name, format)
+            key, _, number = name.rpartition("#")
+            of_key = [*calls[key]]
+            of_key[int(number)] = computes[name]
+            calls[key] = of_key
+        new._rules = replace(rules, formats=calls)
         return new
 
     def with_evidence(
@@ -300,8 +306,14 @@ class OperatorPlan:
     def rules(self) -> Rules:
         """The plan as it is read at every call."""
         if self._rules is None:
+            calls: dict[str, list[Compute | None]] = {}
+            for name, compute in self._computes.items():
+                key, _, number = name.rpartition("#")
+                of_key = calls.setdefault(key, [])
+                of_key += [None] * (int(number) + 1 - len(of_key))
+                of_key[int(number)] = compute
             self._rules = Rules(
-                self._computes, self._default, self._calls_expected(), self.training
+                self.names, calls, self._default, self._calls_expected(), self.training
             )
         return self._rules
 
