@@ -12,10 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from links import HERE, hand_in, possible, run_ranks, timed, wide_console
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +36,6 @@ from narrowgauge.collectives.link import (
 )
 from narrowgauge.collectives.transport import Transport
 
-HERE = Path(__file__).resolve().parent
 BATCH = 128
 NUMEL = 6_500_000
 
@@ -85,18 +81,8 @@ def training_step(kind: str) -> Callable[[], float]:
     return run
 
 
-def slowest_seconds(run: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, all having begun together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    run()
-    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
-
-
 def measure(rounds: int) -> None:
-    """One rank: measure everything in turn and print rank 0's result as JSON."""
+    """One rank: measure everything in turn and hand it in."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transport = Transport(None, timedelta(minutes=2))
@@ -115,21 +101,19 @@ def measure(rounds: int) -> None:
     links: list[tuple[float, ...]] = []
     for turn in range(rounds + 2):
         for name, run in runs.items():
-            elapsed = slowest_seconds(run)
+            elapsed, _ = timed(run)
             if turn > 1:  # DDP makes its final buckets after the first step
                 seconds[name].append(elapsed)
         if turn > 1:
             links.append(dataclasses.astuple(measure_link(transport)))
-    if dist.get_rank() == 0:
-        result = {
+    hand_in(
+        {
             "link": dataclasses.asdict(Link(*map(statistics.median, zip(*links, strict=True)))),
             "forward": statistics.median(forward[2:]),
             "measured": {name: statistics.median(times) for name, times in seconds.items()},
             "fastest": {name: min(times) for name, times in seconds.items()},
         }
-        print("RESULT " + json.dumps(result), flush=True)
-    dist.barrier()
-    os._exit(0)
+    )
 
 
 def predicted(result: dict[str, Any], ranks: int) -> dict[str, float]:
@@ -155,15 +139,7 @@ def predicted(result: dict[str, Any], ranks: int) -> dict[str, float]:
 
 def run_link(rate: str, ranks: int, rounds: int) -> dict[str, Any]:
     """Measure on ``ranks`` ranks behind links of ``rate``, and predict."""
-    command = [
-        *("bash", str(HERE / "network.sh"), str(ranks), rate),
-        *(sys.executable, __file__, "--worker", "--rounds", str(rounds)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"the ranks failed with code {done.returncode}:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_ranks(__file__, str(ranks), rate, "--rounds", str(rounds))
     return result | {"predicted": predicted(result, ranks)}
 
 
@@ -197,15 +173,10 @@ def main() -> None:
     if options.worker:
         measure(options.rounds)
         return
-    console = Console()
-    limited = (
-        os.geteuid() == 0 and shutil.which("tc") is not None and shutil.which("ip") is not None
-    )
-    if not limited:
-        console.print("Limited links need root and iproute2; only the loopback is measured.")
+    console = wide_console()
     report: dict[str, Any] = {"torch": torch.__version__, "processors": os.cpu_count(), "links": {}}
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    for rate in options.rates if limited else ["loopback"]:
+    for rate in possible(options.rates, console):
         for ranks in options.ranks:
             with console.status(f"{rate}, {ranks} ranks"):
                 result = run_link(rate, ranks, options.rounds)

@@ -126,17 +126,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-def compute(kind: str, seconds: float) -> None:
-    """Take that long, asleep or busy (in processor time of this thread)."""
-    if kind == "sleeping":
-        time.sleep(seconds)
-        return
-    matrix = torch.ones(256, 256)
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        torch.mm(matrix, matrix)
-
-
 def run(method: Method, batch: int, steps: int, kind: str, seconds: float) -> dict[str, Any]:
     """All steps of one method on this rank."""
     images = Images(batch * steps)
@@ -158,7 +147,7 @@ def run(method: Method, batch: int, steps: int, kind: str, seconds: float) -> di
         numbers += int(own.sum())
         checksum += float(floats[:, :, ::37, ::41].double().sum())
         del part, own, floats  # what it takes to free them belongs to the step
-        compute(kind, seconds)
+        links.compute(kind, seconds)
         dist.barrier()
         times.append(time.perf_counter() - last)
         last = time.perf_counter()
@@ -310,8 +299,7 @@ def main() -> None:
                 for name, found in methods.items():
                     if found["sentences"][0]:
                         console.print(f"{name}, by rank: {' | '.join(found['sentences'])}")
-                for promise, kept in result.get("promises", {}).items():
-                    console.print(f"{'held' if kept else 'NOT HELD'}: {promise}")
+                links.say_kept(result.get("promises", {}), console)
     console.print(
         "Median of the slowest rank, 1 thread per rank. stall: time within next(); of it for its "
         "part: until a rank had its own part, the rest is the agreement of all ranks. MB sent: by "

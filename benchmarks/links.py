@@ -89,6 +89,23 @@ def timed(run: Callable[[], object]) -> tuple[float, int]:
     return elapsed.item(), sent // dist.get_world_size() if on_loopback() else sent
 
 
+def compute(kind: str, seconds: float) -> None:
+    """Take that long, ``"sleeping"`` or busy (in processor time of this thread)."""
+    if kind == "sleeping":
+        time.sleep(seconds)
+        return
+    matrix = torch.ones(256, 256)
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        torch.mm(matrix, matrix)
+
+
+def say_kept(promises: dict[str, bool], console: Console) -> None:
+    """Print which promises a run kept."""
+    for promise, kept in promises.items():
+        console.print(f"{'held' if kept else 'NOT HELD'}: {promise}")
+
+
 def raw_bits_per_second(seconds: float = 1.0) -> float:
     """What one plain TCP connection from the last rank gets through to rank 0 (0.0 elsewhere)."""
     server = socket.create_server((os.environ["MASTER_ADDR"], 0)) if dist.get_rank() == 0 else None

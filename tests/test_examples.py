@@ -144,3 +144,16 @@ def test_what_the_pages_show_runs(page: str) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_study_of_sharded_training_resumes(tmp_path: Path) -> None:
+    how = ["--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
+    run("sharded_lm.py", *how, "--only", "fp32")
+    first = (tmp_path / "runs.jsonl").read_text()
+    printed = run("sharded_lm.py", *how, "--only", "fp32,int4")
+    assert (tmp_path / "runs.jsonl").read_text().startswith(first)
+    assert "1/1" in printed
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [row["method"] for row in rows] == ["fp32", "int4"]
+    assert abs(rows[0]["loss"] - rows[1]["loss"]) < 0.1

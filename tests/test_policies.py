@@ -478,6 +478,18 @@ def test_compiled_models_are_compressed() -> None:
             torch.testing.assert_close(own, exact, rtol=0.02, atol=1e-3)
 
 
+def compiled_inside() -> dict[str, str]:
+    network = torch.compile(Network(), backend="aot_eager")
+    compression = compress(DistributedDataParallel(network), "e5m2", keep={"fc": "fp32"})
+    return {name: format.name for name, format in compression.formats.items()}
+
+
+def test_compiled_modules_keep_the_names_of_their_parameters() -> None:
+    for formats in run_ranks(compiled_inside, 2):
+        assert formats["fc.weight"] == "fp32"
+        assert formats["body.0.weight"] == "e5m2"
+
+
 def refused_alone() -> None:
     model = DistributedDataParallel(Network())
     compress(model, "e5m2" if dist.get_rank() else "nosuch", timeout=timedelta(seconds=20))

@@ -20,6 +20,7 @@ NAMES = {
     "Ledger",
     "MatmulBackward",
     "OperatorPlan",
+    "ShardedOptimizer",
     "all_reduce",
     "decode",
     "encode",
@@ -30,6 +31,7 @@ NAMES = {
     "quantize_",
 }
 SUBMODULES = {"gradients", "inputs", "nn", "operators"}
+SUBMODULES = {"gradients", "inputs", "nn", "parameters"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -199,7 +199,9 @@ def mistaken() -> list[str]:
     texts.append(str(error.value))
     compress_sharded(model, {"head": "fp32", "*": "e4m3"})  # the group is still in order
     losses(model, steps=1)
-    return texts
+    with pytest.raises(RuntimeError) as twice:
+        compress_sharded(model)
+    return [*texts, str(twice.value)]
 
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
@@ -213,6 +215,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
                 "keep names 'heat', which matches no parameter; did you mean 'head'?",
                 "model is a Network without a sharded module; call torch.distributed.fsdp.fully",
                 "pass tensor.to_local(), the part that this rank has",
+                "the gradients of 'the model' are compressed already; call compress_sharded once",
             ],
             strict=True,
         ):

@@ -4,6 +4,7 @@ from narrowgauge import gradients as gradients
 from narrowgauge import inputs as inputs
 from narrowgauge import nn as nn
 from narrowgauge import operators as operators
+from narrowgauge import parameters as parameters
 from narrowgauge.codec import decode as decode
 from narrowgauge.codec import encode as encode
 from narrowgauge.collectives import all_reduce as all_reduce
@@ -17,5 +18,6 @@ from narrowgauge.ledger import Ledger as Ledger
 from narrowgauge.matmul import MatmulBackward as MatmulBackward
 from narrowgauge.matmul import matmul as matmul
 from narrowgauge.operators import OperatorPlan as OperatorPlan
+from narrowgauge.parameters import ShardedOptimizer as ShardedOptimizer
 from narrowgauge.rounding import quantize as quantize
 from narrowgauge.rounding import quantize_ as quantize_

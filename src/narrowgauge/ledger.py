@@ -22,7 +22,7 @@ class Entry:
 
     Attributes:
         step: number of the step, from 0, counted per movement.
-        movement: ``"gradients"``, later also the other rooms.
+        movement: ``"gradients"``, ``"inputs"`` or ``"parameters"``.
         bytes_sent: payload handed to the transport by this rank, headers of ours included.
         codec_seconds: time in encode, reduce and decode kernels, summed over the stage threads.
         wire_seconds: time the stage threads waited for messages. Both overlap with computation.

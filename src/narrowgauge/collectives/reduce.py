@@ -121,12 +121,24 @@ def _checked_targets(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[tor
                 f"a tensor is {'nested' if tensor.is_nested else tensor.layout}; allowed: dense "
                 "ones (pass its values)"
             )
-        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        if _may_overlap(tensor):
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} is expanded: its elements share memory "
-                "and cannot be reduced in place; pass tensor.clone()"
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is "
+                "expanded: elements share memory and cannot be reduced in place; pass "
+                "tensor.clone()"
             )
     return targets
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements could share memory: a step in one dimension is within the smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _refuse(group: dist.ProcessGroup | None, adapt: bool, error: Exception) -> None:

@@ -46,10 +46,11 @@ from narrowgauge.gradients.policy import (
     Schedule,
     policy_of,
 )
+from narrowgauge.gradients.steps import StepwiseCompression
 from narrowgauge.ledger import Ledger, round_off_sums
 
 
-class GradientCompression:
+class GradientCompression(StepwiseCompression):
     """What :func:`compress` attached to a model.
 
     Attributes:
@@ -68,8 +69,7 @@ class GradientCompression:
         measure_error_every: int,
         check_every: int,
     ) -> None:
-        self.ledger = ledger
-        self._policy = policy
+        super().__init__(policy, ledger)
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._scale = scale
@@ -77,12 +77,9 @@ class GradientCompression:
         self._measure_error_every = measure_error_every
         self._check_every = check_every
         self._reducer = reducer
-        self._steps = 0
-        self._epoch = 0
         self._averaged_at: int | None = None  # the step whose residuals are equal on all ranks
-        self._backward = -1  # autograd's number of the backward pass under way
-        self._has_all = False  # whether the last bucket of the step has come
-        self._under_way: list[tuple[Reduction | TwoLevelReduction, torch.Tensor | None]] = []
+        self._has_all = False  # whether the last bucket to come was that of its step
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # means, and what came of them
 
     @property
     def link(self) -> Link | None:
@@ -104,14 +101,7 @@ class GradientCompression:
         A hook of your own may call it: ``compress(..., register=False)``, then
         ``model.register_comm_hook(state, your_hook)``.
         """
-        backward = torch._C._current_graph_task_id()
-        if backward not in (self._backward, -1):
-            # Runs when this backward pass is over. An error set on the future would reach the user
-            # as a failed cast; raised from here it arrives as it is.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)
-            self._backward = backward
-        if not self._under_way:
-            self._policy.begin_step(self._steps, self._epoch)
+        backward = self._enter_backward()
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
@@ -129,7 +119,9 @@ class GradientCompression:
             names,
             None if flat is buffer else lambda: buffer.copy_(flat),
         )
-        self._under_way.append((reduction, exact))
+        self._under_way.append(reduction)
+        if exact is not None:
+            self._exact.append((exact, reduction.flat))
         self._has_all = bucket.is_last()
         if backward == -1 and bucket.is_last():  # as join() does: nobody else would wait
             self._finish_step()
@@ -180,35 +172,18 @@ class GradientCompression:
         self._reducer.transport.all_reduce_sum(exact)
         return exact
 
-    def _finish_step(self) -> None:
-        """Wait for all buckets of this backward pass and enter them into the ledger."""
-        if not self._has_all:  # a backward pass within another, as reentrant checkpoints make it
-            return
-        under_way, self._under_way, self._backward = self._under_way, [], -1
-        self._has_all = False
-        self._steps += 1
-        for reduction, _ in under_way:
-            reduction.wait()
-        measured = [round_off_sums(e, r.flat) for r, e in under_way if e is not None]
-        count = sum(elements for _, elements in measured)
-        self.ledger.record(
-            "gradients",
-            bytes_sent=sum(reduction.bytes_sent for reduction, _ in under_way),
-            codec_seconds=sum(reduction.codec_seconds for reduction, _ in under_way),
-            wire_seconds=sum(reduction.wire_seconds for reduction, _ in under_way),
-            round_off_error=sum(total for total, _ in measured) / count if count else None,
-            levels=_levels([reduction for reduction, _ in under_way]),
-        )
+    def _is_complete(self) -> bool:
+        return self._has_all and super()._is_complete()
+
+    def _after_step(self) -> None:
         if self._check_every and self._steps % self._check_every == 0:
             check_same_parameters(self._reducer.transport, self._parameters)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank.
-
-        Raises:
-            ValueError: it is no whole number from 0.
-        """
-        self._epoch = checked_count("epoch", epoch)
+    def _round_off_error(self) -> float | None:
+        measured = [round_off_sums(exact, result) for exact, result in self._exact]
+        self._exact.clear()
+        count = sum(elements for _, elements in measured)
+        return sum(total for total, _ in measured) / count if count else None
 
     def consolidate_state_dict(self) -> None:
         """Make this rank's state that of all ranks; every rank calls it before ``state_dict``.
@@ -273,20 +248,6 @@ def _give_back(
         residual.add_(kept)
     if then is not None:
         then()
-
-
-def _levels(
-    reductions: list[Reduction | TwoLevelReduction],
-) -> dict[str, dict[str, int]] | None:
-    """Per level, the steps and bytes of all reductions together; ``None`` without levels."""
-    totals: dict[str, dict[str, int]] = {}
-    for reduction in reductions:
-        if isinstance(reduction, TwoLevelReduction):
-            for level, counted in reduction.levels.items():
-                total = totals.setdefault(level, dict.fromkeys(counted, 0))
-                for name, number in counted.items():
-                    total[name] += number
-    return totals or None
 
 
 def compress(
@@ -363,7 +324,11 @@ def compress(
         )
     group = model.process_group
     ignored = set(model.parameters_to_ignore)
-    named = {n: p for n, p in model.module.named_parameters() if n not in ignored}
+    named = {
+        name.replace("_orig_mod.", ""): parameter  # which torch.compile puts before its modules
+        for name, parameter in model.module.named_parameters()
+        if name not in ignored
+    }
     try:
         _check_settings(scale, error_feedback, inside)
         for name, number, least in (

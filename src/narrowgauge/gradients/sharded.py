@@ -8,6 +8,7 @@ trade-off against FSDP2's own reduce-scatter: fewer bytes for some codec time an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,10 +28,11 @@ from narrowgauge.collectives.transport import refuse
 from narrowgauge.formats import Format, FormatLike
 from narrowgauge.gradients.checks import check_state, check_timeout, checked_count
 from narrowgauge.gradients.policy import FixedPolicy, FormatRule, Hybrid, Schedule, policy_of
+from narrowgauge.gradients.steps import StepwiseCompression
 from narrowgauge.ledger import Ledger
 
 
-class ShardedGradientCompression:
+class ShardedGradientCompression(StepwiseCompression):
     """What :func:`compress_sharded` attached to a model.
 
     Attributes:
@@ -40,23 +42,14 @@ class ShardedGradientCompression:
     def __init__(
         self, units: dict[str, list[str]], policy: FixedPolicy, ledger: Ledger, scale: Scale
     ) -> None:
-        self.ledger = ledger
+        super().__init__(policy, ledger)
         self.scale = scale
         self._units = units
-        self._policy = policy
-        self._steps = 0
-        self._epoch = 0
-        self._backward = -1
-        self._under_way: list[Reduction] = []
 
     @property
     def formats(self) -> dict[str, Format]:
         """The format of each sharded module's gradients now, by name (``""``: the model itself)."""
         return {unit: self._policy.formats[names[0]] for unit, names in self._units.items()}
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the epoch, for a :class:`Schedule` by epochs; on every rank."""
-        self._epoch = checked_count("epoch", epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The step and the epoch; equal on all ranks."""
@@ -71,29 +64,12 @@ class ShardedGradientCompression:
 
     def begin(self, unit: str) -> Format:
         """The format for a module whose gradients are complete; for its reduce-scatter only."""
-        backward = torch._C._current_graph_task_id()
-        if backward not in (self._backward, -1):
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)
-            self._backward = backward
-        if not self._under_way:
-            self._policy.begin_step(self._steps, self._epoch)
+        self._enter_backward()
         return self._policy.formats[self._units[unit][0]]
 
     def end(self, reduction: Reduction) -> None:
         """Count a reduction that is over; for the reduce-scatter only."""
         self._under_way.append(reduction)
-
-    def _finish_step(self) -> None:
-        if torch._C._current_graph_task_id() == -1 and not self._under_way:
-            return
-        under_way, self._under_way, self._backward = self._under_way, [], -1
-        self._steps += 1
-        self.ledger.record(
-            "gradients",
-            bytes_sent=sum(reduction.bytes_sent for reduction in under_way),
-            codec_seconds=sum(reduction.codec_seconds for reduction in under_way),
-            wire_seconds=sum(reduction.wire_seconds for reduction in under_way),
-        )
 
 
 class _ReduceScatter:
@@ -181,6 +157,7 @@ def compress_sharded(
     Raises:
         TypeError: ``model`` has no sharded module, or ``format`` is a :class:`Hybrid`.
         ValueError: a wrong format, scale or pattern, or several formats in one sharded module.
+        RuntimeError: the gradients of one of its modules are compressed already.
         CollectiveError: the ranks passed different arguments, or one refused its own.
     """
     if not isinstance(model, nn.Module):
@@ -198,6 +175,7 @@ def compress_sharded(
     groups = {name: _group_of(module) for name, module in modules.items()}
     first_group = next(iter(groups.values()))
     try:
+        _refuse_compressed(modules)
         if isinstance(format, Hybrid):
             raise TypeError(
                 "format is a Hybrid, which measures each parameter's gradient, but FSDP2 hands "
@@ -236,7 +214,20 @@ def compress_sharded(
         module = modules[name]
         replacement: Any = _ReduceScatter(compression, name, reducers[groups[name]])
         module.set_custom_reduce_scatter(replacement)
+        _compressed.add(module)
     return compression
+
+
+_compressed: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # all modules with a _ReduceScatter
+
+
+def _refuse_compressed(modules: Mapping[str, FSDPModule]) -> None:
+    twice = next((name for name, module in modules.items() if module in _compressed), None)
+    if twice is not None:
+        raise RuntimeError(
+            f"the gradients of {twice or 'the model'!r} are compressed already; call "
+            "compress_sharded once, with a policy for all parameters"
+        )
 
 
 def _units_of(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:

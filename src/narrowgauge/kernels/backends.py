@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import native, reference
-from narrowgauge.kernels.grid import Grid, Sums
+from narrowgauge.kernels.grid import DifferenceBlocks, Grid, Sums
 
 VARIABLE = "NARROWGAUGE_KERNELS"
 WITHOUT_TRITON = (
@@ -71,6 +71,32 @@ class Kernels(Protocol):
 
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
         """Bits of the largest |x| per block (0: one block) into ``out`` (int32)."""
+
+    def encode_difference(
+        self,
+        master: Tensor,
+        replica: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        blocks: DifferenceBlocks,
+        tolerance: float,
+        threads: int,
+    ) -> int:
+        """Codes of ``master - replica`` (float32) in blocks, and their scales (uint8, e8m0).
+
+        Blocks escape, with a scale of 255 and codes of 0, whose difference is not finite, or may
+        be off by more than ``tolerance`` times their largest ``|master|``; returns how many do.
+        """
+
+    def apply_difference(
+        self,
+        scales: Tensor,
+        codes: Tensor,
+        replica: Tensor,
+        blocks: DifferenceBlocks,
+        threads: int,
+    ) -> None:
+        """``replica += float32(value * scale)``; blocks that escaped get 0 added."""
 
     def matmul(
         self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
@@ -189,6 +215,33 @@ class Reference:
     def largest_magnitudes(self, x: Tensor, out: Tensor, block_size: int, threads: int) -> None:
         """See :meth:`Backend.largest_magnitudes`."""
         out.copy_(reference.largest_magnitudes(x, block_size))
+
+    def encode_difference(
+        self,
+        master: Tensor,
+        replica: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        blocks: DifferenceBlocks,
+        tolerance: float,
+        threads: int,
+    ) -> int:
+        """See :meth:`Kernels.encode_difference`."""
+        result = reference.encode_difference(master, replica, blocks, tolerance)
+        scales.copy_(result[0])
+        codes.copy_(result[1])
+        return int((scales == reference.ESCAPED).sum())
+
+    def apply_difference(
+        self,
+        scales: Tensor,
+        codes: Tensor,
+        replica: Tensor,
+        blocks: DifferenceBlocks,
+        threads: int,
+    ) -> None:
+        """See :meth:`Kernels.apply_difference`."""
+        replica.add_(reference.decode_difference(scales, codes, replica.numel(), blocks))
 
     def matmul(
         self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int

@@ -85,6 +85,28 @@ class Sums:
     rounding: str
 
 
+@dataclass(frozen=True, eq=False)  # compared by identity, as grids are
+class DifferenceBlocks:
+    """How differences are coded in blocks: see :mod:`narrowgauge.kernels.differences`.
+
+    Attributes:
+        grid: of the codes; it saturates.
+        size: elements per block, a power of two from 16 to 1024.
+        scaled: each block has a power of two of its own; else all have 2**0.
+        top_exponent, limit: of the number from which on magnitudes would overflow, as ``frexp``
+            gives them; the fraction as the 23 bits that float32 keeps of it.
+        half_step: half of the distance of the largest elements, by which rounding may change a
+            number under a scale of 1; without scales, as a share of the number's power of two.
+    """
+
+    grid: Grid
+    size: int
+    scaled: bool
+    top_exponent: int
+    limit: int
+    half_step: float
+
+
 def check_rounding(rounding: str) -> None:
     """Raise ``ValueError`` unless ``rounding`` is one of :data:`ROUNDINGS`."""
     if rounding not in ROUNDINGS:

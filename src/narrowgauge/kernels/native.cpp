@@ -8,6 +8,7 @@
 // If the caller's thread flushes subnormals (torch.set_flush_denormal), float32 subnormals, input
 // or output, may count as zero here; every other result is independent of the MXCSR register.
 
+#include "difference.hpp"
 #include "matmul.hpp"
 #include "numbers.hpp"
 #include "packing.hpp"
@@ -241,7 +242,7 @@ struct Decoder {
 // --------------------------------------------------------------------------
 
 EXPORT int narrowgauge_interface() {
-  return 2;
+  return 3;
 }  // native.py refuses a library of another interface
 
 EXPORT int narrowgauge_level() {  // the highest x86-64 level that this processor runs
@@ -368,6 +369,49 @@ EXPORT void narrowgauge_largest_magnitudes(const float* x, uint32_t* out, int64_
                                                          __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
       }
       i = stop;
+    }
+  });
+}
+
+// Codes of `master - replica` in blocks; returns how many of them could not be coded within
+// `tolerance` times their largest |master| (infinity: all that are finite can).
+EXPORT int64_t narrowgauge_encode_difference(const float* master, const float* replica,
+                                             uint8_t* scales, uint8_t* codes, int64_t n,
+                                             const Grid* grid, const Blocks* blocks,
+                                             float tolerance, int threads) {
+  int64_t found = 0;
+  parallel(n, threads, [&](int64_t begin, int64_t end) {
+    const Encoder encoder(*grid, EVEN, 0);
+    const Blocks own = *blocks;
+    int64_t mine = 0;
+    float d[TILE];
+    for (int64_t i = begin; i < end; i += own.size) {
+      const int64_t length = end - i < own.size ? end - i : own.size;
+      subtract(master + i, replica + i, d, length);
+      float bound = float_of(INF);
+      if (tolerance < bound) bound = tolerance * float_of(largest_magnitude(master + i, length));
+      scales[i / own.size] = encode_block(encoder, own, d, largest_magnitude(d, length), bound,
+                                          codes + i / 8 * grid->bits, length);
+      mine += scales[i / own.size] == ESCAPED;
+    }
+    if (mine) __atomic_fetch_add(&found, mine, __ATOMIC_RELAXED);
+  });
+  return found;
+}
+
+EXPORT void narrowgauge_apply_difference(const uint8_t* scales, const uint8_t* codes,
+                                         float* replica, int64_t n, const Grid* grid,
+                                         const Blocks* blocks, int threads) {
+  parallel(n, threads, [=](int64_t begin, int64_t end) {
+    const Decoder decoder(*grid);
+    float powers[TILE / 16];  // no block is smaller
+    for (int64_t i = begin; i < end; i += TILE) {
+      const int64_t length = end - i < TILE ? end - i : TILE;
+      const uint8_t* own = scales + i / blocks->size;
+      for (int64_t b = 0; b * blocks->size < length; b++)
+        powers[b] = own[b] == ESCAPED ? 0.0f : float(double_power_of_two(own[b] - 127));
+      decoder.packed<CONTINUE_SUM>(codes + i / 8 * grid->bits, replica + i, 0, length, powers,
+                                   blocks->size, 1.0f);
     }
   });
 }

@@ -15,14 +15,14 @@ import torch  # before the library, which then shares torch's OpenMP threads
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of, table_of
-from narrowgauge.kernels.grid import ROUNDINGS, Grid, Sums
+from narrowgauge.kernels.grid import ROUNDINGS, DifferenceBlocks, Grid, Sums
 
 MISSING = (
     "narrowgauge was installed without its native kernels, so the slow reference kernels in plain "
     "torch are in use. To get the fast ones, install it again where a C++17 compiler is found, in "
     "its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 )
-_INTERFACE = 2
+_INTERFACE = 3
 _Number = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_float
 _LEVELS = {"x86-64-v4": 4, "x86-64-v3": 3, "x86-64": 1, "generic": 0}  # fastest first
 
@@ -41,6 +41,14 @@ class _Grid(ctypes.Structure):
     )
 
 
+class _Blocks(ctypes.Structure):
+    _fields_ = (
+        *_fields(ctypes.c_int32, "size", "scaled", "top_exponent"),
+        *_fields(ctypes.c_uint32, "limit"),
+        *_fields(ctypes.c_float, "half_step"),
+    )
+
+
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "rows", "depth", "columns")),
@@ -55,6 +63,7 @@ _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _GRID, _INT, _KEY, _FLOAT = ctypes.POINTER(_Grid), ctypes.c_int, ctypes.c_uint64, ctypes.c_float
 _ROUND = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _INT]
 _ENCODE = [_POINTER, _POINTER, _COUNT, _GRID, _INT, _KEY, _POINTER, _COUNT, _INT]
+_BLOCKS = ctypes.POINTER(_Blocks)
 _SUM = [_POINTER, _INT, _POINTER, _POINTER, _COUNT, _GRID]
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "interface": (_INT, []),
@@ -70,6 +79,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "reduce": (None, [*_SUM, _FLOAT, _INT]),
     "reduce_encode": (_INT, [*_SUM, _FLOAT, _FLOAT, _INT]),
     "largest_magnitudes": (None, [_POINTER, _POINTER, _COUNT, _COUNT, _INT]),
+    "encode_difference": (
+        _COUNT,
+        [*[_POINTER] * 4, _COUNT, _GRID, _BLOCKS, _FLOAT, _INT],
+    ),
+    "apply_difference": (None, [*[_POINTER] * 3, _COUNT, _GRID, _BLOCKS, _INT]),
     "matmul": (
         None,
         [ctypes.POINTER(_Product), _GRID, _GRID, _POINTER, _POINTER, _POINTER, _INT],
@@ -135,6 +149,11 @@ def _described(grid: Grid) -> tuple[_Grid, Tensor | None]:
         None if table is None else table.data_ptr(),
     )
     return described, table
+
+
+@cache
+def _blocks(blocks: DifferenceBlocks) -> _Blocks:
+    return _Blocks(blocks.size, blocks.scaled, blocks.top_exponent, blocks.limit, blocks.half_step)
 
 
 def _word(key: Tensor | None) -> int:
@@ -256,6 +275,49 @@ class Native:
         """Bits of the largest |x| per block (0: one block) into ``out``."""
         self._library.largest_magnitudes(
             x.data_ptr(), out.data_ptr(), x.numel(), block_size, threads
+        )
+
+    def encode_difference(
+        self,
+        master: Tensor,
+        replica: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        blocks: DifferenceBlocks,
+        tolerance: float,
+        threads: int,
+    ) -> int:
+        """Codes of ``master - replica`` in blocks; the number of blocks that escape."""
+        escaped: int = self._library.encode_difference(
+            master.data_ptr(),
+            replica.data_ptr(),
+            scales.data_ptr(),
+            codes.data_ptr(),
+            master.numel(),
+            _described(blocks.grid)[0],
+            _blocks(blocks),
+            tolerance,
+            threads,
+        )
+        return escaped
+
+    def apply_difference(
+        self,
+        scales: Tensor,
+        codes: Tensor,
+        replica: Tensor,
+        blocks: DifferenceBlocks,
+        threads: int,
+    ) -> None:
+        """Add the coded difference to ``replica``, but for blocks that escaped."""
+        self._library.apply_difference(
+            scales.data_ptr(),
+            codes.data_ptr(),
+            replica.data_ptr(),
+            replica.numel(),
+            _described(blocks.grid)[0],
+            _blocks(blocks),
+            threads,
         )
 
     def matmul(

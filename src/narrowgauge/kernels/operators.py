@@ -41,7 +41,7 @@ for _schema in _SCHEMAS:
     _library.define(_schema)
 
 
-def _dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
     """Whether the elements fill a stretch of memory without gaps, in whatever order."""
     if x.is_contiguous():
         return True
@@ -98,7 +98,7 @@ def _quantize_into(x: Tensor, out: Tensor, grid: Grid, rounding: str, key: Tenso
         out.copy_(wide)
     elif (x.is_contiguous() and out.is_contiguous()) or (
         # Stochastic rounding counts elements, so there the order in memory matters.
-        rounding != "stochastic" and x.stride() == out.stride() and _dense(x)
+        rounding != "stochastic" and x.stride() == out.stride() and is_dense(x)
     ):
         for_device(x.device).quantize(x, out, grid, rounding, key, raw.threads_for(x.numel()))
     else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of, table_of
-from narrowgauge.kernels.grid import Grid, Sums
+from narrowgauge.kernels.grid import DifferenceBlocks, Grid, Sums
 
 _MANTISSA = 2**52 - 1
 _MAGNITUDE = 2**63 - 1
@@ -250,6 +250,51 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
     stream = ((packed[:, None] >> torch.arange(8, device=packed.device)) & 1).flatten()
     weights = 2 ** torch.arange(bits, device=packed.device)
     return (stream[: numel * bits].view(numel, bits) * weights).sum(1)
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+ESCAPED = 255
+"""Stands in for the scale of a block that travels as float32."""
+
+
+def encode_difference(
+    master: Tensor, replica: Tensor, blocks: DifferenceBlocks, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """Scales (uint8, e8m0) and packed codes of ``master - replica``, float32, in blocks.
+
+    Args:
+        master: float32, flat.
+        replica: float32, as many.
+        blocks: see there.
+        tolerance: blocks escape whose numbers rounding may change by more than this share of their
+            largest ``|master|``; infinity: only those that are not finite.
+    """
+    difference = master - replica
+    magnitudes = largest_magnitudes(difference, blocks.size).view(torch.float32)
+    fraction, exponent = torch.frexp(magnitudes)
+    overflows = (fraction.view(torch.int32) & 0x7FFFFF) >= blocks.limit
+    fitting = (blocks.top_exponent - exponent - overflows.int()).clamp(-127, 127)
+    fitting = torch.where((magnitudes == 0) | (not blocks.scaled), 0, fitting)
+    reach = -fitting if blocks.scaled else (magnitudes.view(torch.int32) >> 23) - 127
+    escaped = ~magnitudes.isfinite()
+    if tolerance < math.inf:
+        largest = largest_magnitudes(master, blocks.size).view(torch.float32)
+        share = torch.tensor(tolerance, dtype=torch.float32, device=master.device)
+        change = (blocks.half_step * torch.exp2(reach.double())).float()
+        escaped = escaped | ~(change <= share * largest)
+    scales = torch.where(escaped, ESCAPED, 127 - fitting)
+    multiply = torch.where(escaped, math.nan, torch.exp2(fitting.double()).float())
+    codes, _ = encode(difference, blocks.grid, "nearest-even", None, multiply, blocks.size)
+    return scales.to(torch.uint8), codes
+
+
+def decode_difference(
+    scales: Tensor, codes: Tensor, numel: int, blocks: DifferenceBlocks
+) -> Tensor:
+    """The differences that :func:`encode_difference` coded; 0 where they escaped."""
+    powers = torch.exp2(scales.double() - 127).float().where(scales != ESCAPED, 0.0)
+    return scaled(decode(codes, blocks.grid, numel), powers, blocks.size, 1.0)
 
 
 # -- products of matrices --------------------------------------------------------------------------

@@ -41,6 +41,49 @@ def quantize(
     tl.store(out + place, result, mask=place < numel)
 
 
+@triton.jit
+def store_packed(
+    code: tl.tensor, out: tl.tensor, tile: tl.tensor, numel: tl.tensor,
+    BITS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store a tile of codes as a little-endian stream; ``tile``, int64, numbers the tiles."""
+    place = tile * TILE + tl.arange(0, TILE)
+    BYTES: tl.constexpr = BITS // 8
+    if BITS % 8 == 0:
+        for byte in tl.static_range(BYTES):  # bytes, for `out` may begin at an odd address
+            part = (code >> (8 * byte)).to(tl.uint8)
+            tl.store(out + place * BYTES + byte, part, mask=place < numel)
+    else:  # eight codes take as many bytes as each has bits
+        GROUPS: tl.constexpr = TILE // 8
+        eight = tl.reshape(code, (GROUPS, 8))
+        first_bit = (tl.arange(0, 8) * BITS)[None, :]
+        group = (tile * GROUPS + tl.arange(0, GROUPS)) * BITS
+        size = (numel.to(tl.int64) * BITS + 7) // 8
+        for byte in tl.static_range(BITS):
+            left = tl.maximum(first_bit - 8 * byte, 0)
+            right = tl.maximum(8 * byte - first_bit, 0)
+            piece = ((eight << tl.minimum(left, 8)) >> tl.minimum(right, 16)) & 255
+            at = group + byte
+            tl.store(out + at, tl.sum(piece, 1).to(tl.uint8), mask=at < size)
+
+
+@triton.jit
+def load_packed(
+    codes: tl.tensor, place: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """The codes at places (int64) of a little-endian stream, int32; of float32, its bits."""
+    size = (numel.to(tl.int64) * BITS + 7) // 8
+    first_bit = place * BITS
+    byte = first_bit // 8
+    code = tl.zeros((TILE,), tl.int32)
+    for each in tl.static_range((BITS + 14) // 8 if BITS % 8 else BITS // 8):
+        part = tl.load(codes + byte + each, mask=(place < numel) & (byte + each < size), other=0)
+        code |= part.to(tl.int32) << (8 * each)
+    if BITS < 32:
+        code = (code >> (first_bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    return code
+
+
 @triton.jit(do_not_specialize=["numel", "key0", "key1"])
 def encode(
     x: tl.tensor, out: tl.tensor, scales: tl.tensor, spoilt: tl.tensor, numel: tl.tensor,
@@ -70,24 +113,7 @@ def encode(
         lost = ((bits & to.magnitude) > to.infinity) & (unscaled == 0)
         tl.store(spoilt, 1, mask=tl.max(lost.to(tl.int32), 0) > 0)
 
-    BITS: tl.constexpr = to.bits
-    BYTES: tl.constexpr = BITS // 8
-    if BITS % 8 == 0:
-        for byte in tl.static_range(BYTES):  # bytes, for `out` may begin at an odd address
-            part = (code >> (8 * byte)).to(tl.uint8)
-            tl.store(out + place * BYTES + byte, part, mask=valid)
-    else:  # eight codes take as many bytes as each has bits
-        GROUPS: tl.constexpr = TILE // 8
-        eight = tl.reshape(code, (GROUPS, 8))
-        first_bit = (tl.arange(0, 8) * BITS)[None, :]
-        group = (tile * GROUPS + tl.arange(0, GROUPS)) * BITS
-        size = (numel.to(tl.int64) * BITS + 7) // 8
-        for byte in tl.static_range(BITS):
-            left = tl.maximum(first_bit - 8 * byte, 0)
-            right = tl.maximum(8 * byte - first_bit, 0)
-            piece = ((eight << tl.minimum(left, 8)) >> tl.minimum(right, 16)) & 255
-            at = group + byte
-            tl.store(out + at, tl.sum(piece, 1).to(tl.uint8), mask=at < size)
+    store_packed(code, out, tile, numel, to.bits, TILE)
 
 
 @triton.jit(do_not_specialize=["numel", "factor"])
@@ -103,17 +129,10 @@ def decode(
     """
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = place < numel
-    size = (numel.to(tl.int64) * BITS + 7) // 8
-    first_bit = place * BITS
-    byte = first_bit // 8
-    code = tl.zeros((TILE,), tl.int32)
-    for each in tl.static_range((BITS + 14) // 8 if BITS % 8 else BITS // 8):
-        part = tl.load(codes + byte + each, mask=valid & (byte + each < size), other=0)
-        code |= part.to(tl.int32) << (8 * each)
+    code = load_packed(codes, place, numel, BITS, TILE)
     if BITS == 32:
         value = code.to(tl.float32, bitcast=True)
     else:
-        code = (code >> (first_bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
         value = tl.load(table + code, mask=valid, other=0.0)
     if SCALED:
         if BLOCK:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of, table_of
 from narrowgauge.kernels import reference
-from narrowgauge.kernels.grid import Grid, Sums
-from narrowgauge.kernels.triton import elementwise
+from narrowgauge.kernels.grid import DifferenceBlocks, Grid, Sums
+from narrowgauge.kernels.triton import difference, elementwise
 from narrowgauge.kernels.triton.constants import constants, needs_wide
 from narrowgauge.kernels.triton.matmul import matmul
 
@@ -113,6 +113,47 @@ class Triton:
             elementwise.largest_magnitudes[(-(-out.numel() // rows),)](
                 _bits(x), out, x.numel(), size, out.numel(), rows, columns
             )
+
+    def encode_difference(
+        self,
+        master: Tensor,
+        replica: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        blocks: DifferenceBlocks,
+        tolerance: float,
+        threads: int,
+    ) -> int:
+        """Scales and codes of ``master - replica``; the number of blocks that escape."""
+        if not master.numel():
+            return 0
+        limits = torch.tensor([blocks.half_step, tolerance], device=master.device)
+        with torch.cuda.device_of(master):
+            difference.encode_difference[(_tiles(master.numel()),)](
+                master, replica, scales, codes, master.numel(), limits,
+                constants(blocks.grid, wide=False, code=True, scaled=True),
+                blocks.size, blocks.scaled, blocks.top_exponent, blocks.limit, _TILE,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        return int((scales == reference.ESCAPED).sum())
+
+    def apply_difference(
+        self,
+        scales: Tensor,
+        codes: Tensor,
+        replica: Tensor,
+        blocks: DifferenceBlocks,
+        threads: int,
+    ) -> None:
+        """Add the coded difference to ``replica``, but for blocks that escaped."""
+        if not replica.numel():
+            return
+        table = _table(blocks.grid.name, codes.device)
+        with torch.cuda.device_of(replica):
+            difference.apply_difference[(_tiles(replica.numel()),)](
+                scales, codes, replica, table, replica.numel(), blocks.grid.bits, blocks.size,
+                _TILE, enable_fp_fusion=False,
+            )  # fmt: skip
 
     def matmul(
         self, a: Tensor, b: Tensor, out: Tensor, sums: Sums, key: Tensor | None, threads: int
