@@ -30,8 +30,7 @@ NAMES = {
     "quantize",
     "quantize_",
 }
-SUBMODULES = {"gradients", "inputs", "nn", "operators"}
-SUBMODULES = {"gradients", "inputs", "nn", "parameters"}
+SUBMODULES = {"gradients", "inputs", "nn", "operators", "parameters"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
