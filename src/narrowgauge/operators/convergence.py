@@ -194,7 +194,7 @@ class Convergence:
             low, losses = self._losses
             low.append(tape.loss)
             losses.append(exact)
-            self._skipped += tape.skipped
+            self._skipped += tape.scaled and not tape.stepped
             reason = diverged(low, losses, self._skipped)
             if setting.ranks.count > 1:  # the ranks' losses differ, their decision must not
                 together = len(low) % _COMPARED == 0

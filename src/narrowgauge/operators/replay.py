@@ -43,13 +43,21 @@ class _Slot:
 
 
 @dataclass
+class _Settings:
+    """What an optimizer was told for its step."""
+
+    groups: list[dict[str, Any]]
+    grad_scale: Tensor | None
+
+
+@dataclass
 class _Call:
     function: Callable[..., Any] | str  # "model" and "optimizer" are calls of their own kind
     args: Any
     kwargs: Any
     outputs: list[_Slot | None]
     grad_enabled: bool
-    settings: Any = None
+    settings: _Settings | None = None
 
 
 class StepTape(TorchFunctionMode):
@@ -63,8 +71,8 @@ class StepTape(TorchFunctionMode):
 
     Attributes:
         loss: its value, once ``backward`` is reached.
-        skipped: whether the step ended without a step of the optimizer, as when GradScaler finds an
-            overflow.
+        stepped: whether the optimizer made its step.
+        scaled: whether GradScaler looked at the gradients; without a step it found an overflow.
     """
 
     def __init__(
@@ -86,7 +94,7 @@ class StepTape(TorchFunctionMode):
         self._random = _random_state()
         self._buffers = [buffer.detach().clone() for buffer in self._inner.buffers()]
         self._handles: list[Any] = []
-        self.skipped = True
+        self.stepped = self.scaled = False
         self.loss = math.nan
 
     def check(self) -> None:
@@ -130,6 +138,7 @@ class StepTape(TorchFunctionMode):
         noted = self._named((args, kwargs))
         result = func(*args, **kwargs)
         self._note(func, noted, result)
+        self.scaled |= func is torch._amp_foreach_non_finite_check_and_unscale_
         return result
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,17 +177,21 @@ class StepTape(TorchFunctionMode):
 
     def _begin_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._inside += 1
+        scale = getattr(optimizer, "grad_scale", None)  # of GradScaler, for fused optimizers
+        with torch._C.DisableTorchFunction():
+            self._scale = None if scale is None else scale.clone()
 
     def _end_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._inside -= 1
         if self._inside:
             return
         self._note("optimizer", ((), {}), None)
-        self._calls[-1].settings = [
+        groups = [
             {k: copy.copy(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
-        self.skipped = False
+        self._calls[-1].settings = _Settings(groups, self._scale)
+        self.stepped = True
 
     def _named(self, values: Any) -> Any:
         """Arguments with slots in place of what the tape makes."""
@@ -192,6 +205,8 @@ class StepTape(TorchFunctionMode):
                         "from outside the step or from a custom autograd.Function; compute it with "
                         "torch functions within search.step(), or inside the model"
                     )
+                if slot is None and value.numel() == 1 and not value.requires_grad:
+                    return value.clone()  # as a scale, which will be another in the next step
                 return value if slot is None else slot
             return value
 
@@ -259,21 +274,39 @@ class StepTape(TorchFunctionMode):
         if self._loss is None:
             raise ReplayError("the step did not reach loss.backward(), so it cannot be repeated")
         values: dict[_Slot, Any] = {}
-        of_gradients: set[_Slot] = set()
-        forward_is_over = False
         with _random_from(self._random), contextlib.ExitStack() as forward:
             forward.enter_context(around())
-            for call in self._calls:
+            for call in self._of_the_step():
                 if call.function is torch.Tensor.backward:
                     forward.close()  # the format of operators is the forward pass's business
-                    forward_is_over = True
-                gradients = _about_gradients(call, of_gradients)
-                if gradients or (not forward_is_over and call.function not in _GRADIENT):
-                    self._make(call, values, self._model)
+                self._make(call, values, self._model)
         return float(values[self._loss].detach().float())
 
+    def _of_the_step(self) -> list[_Call]:
+        """The calls without which the optimizer's step would be another.
+
+        Those are all up to ``backward``, what is done to gradients, such as clipping, and what that
+        needs. What sums losses for the log, or changes any other tensor from outside, must not be
+        done twice.
+        """
+        of_gradients: set[_Slot] = set()
+        kept: list[bool] = []
+        forward = True
+        for call in self._calls:
+            about = _about_gradients(call, of_gradients)
+            kept.append(about or (forward and call.function not in _GRADIENT))
+            forward = forward and call.function is not torch.Tensor.backward
+        needed: set[_Slot] = set()
+        for position in reversed(range(len(kept))):
+            call = self._calls[position]
+            kept[position] |= any(slot in needed for slot in call.outputs)
+            if kept[position]:
+                flat = tree_flatten((call.args, call.kwargs))[0]
+                needed.update(value for value in flat if isinstance(value, _Slot))
+        return [call for call, keep in zip(self._calls, kept, strict=True) if keep]
+
     def _make(self, call: _Call, values: dict[_Slot, Any], model: nn.Module) -> None:
-        if call.function == "optimizer":
+        if call.settings is not None:
             self._step_optimizer(call.settings)
             return
         if _writes_outside(call):  # done already, once for all
@@ -294,14 +327,20 @@ class StepTape(TorchFunctionMode):
             if slot is not None:
                 values[slot] = value
 
-    def _step_optimizer(self, settings: list[dict[str, Any]]) -> None:
-        groups = self._optimizer.param_groups
+    def _step_optimizer(self, settings: _Settings) -> None:
+        optimizer: Any = self._optimizer
+        groups = optimizer.param_groups
         now = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        for group, then in zip(groups, settings, strict=True):
+        for group, then in zip(groups, settings.groups, strict=True):
             group.update(then)
         try:
-            self._optimizer.step()
+            if settings.grad_scale is not None:
+                optimizer.grad_scale = settings.grad_scale.clone()
+                optimizer.found_inf = torch.zeros_like(settings.grad_scale)
+            optimizer.step()
         finally:
+            if settings.grad_scale is not None:
+                del optimizer.grad_scale, optimizer.found_inf
             for group, value in zip(groups, now, strict=True):
                 group.update(value)
 
@@ -364,11 +403,7 @@ class Shadow:
 
 
 def _about_gradients(call: _Call, of_gradients: set[_Slot]) -> bool:
-    """Whether a call belongs to the step though the loss does not depend on it.
-
-    Those are ``backward``, the optimizer's step, and what is done to gradients, such as clipping.
-    What sums losses for the log, or changes any other tensor from outside, must not be done twice.
-    """
+    """Whether a call makes, changes or applies gradients; what it gives is noted as one."""
     if call.function in ("optimizer", torch.Tensor.backward):
         return True
     flat = tree_flatten((call.args, call.kwargs))[0]
