@@ -1,11 +1,11 @@
 """One training step, recorded while the user makes it, so that it can be made again.
 
 Comparing formats needs the same step twice: same batch, same parameters, same random numbers. The
-loop belongs to the user, and a ``with`` block cannot be run again; but every call it makes on tensors
-can. So the step is kept as a tape: calls of the model (as a whole, with whatever is inside), torch
-functions outside of it (loss, scaling, clipping), ``backward``, and the optimizer's step. The
-trade-off: what is neither, such as an ``autograd.Function`` in the loss, cannot be made again and is an
-error; inside the model it can.
+loop belongs to the user, and a ``with`` block cannot be run again; but every call it makes on
+tensors can. So the step is kept as a tape: calls of the model (as a whole, with whatever is
+inside), torch functions outside of it (loss, scaling, clipping), ``backward``, and the optimizer's
+step. The trade-off: what is neither, such as an ``autograd.Function`` in the loss, cannot be made
+again and is an error; inside the model it can.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class StepTape(TorchFunctionMode):
         self.stepped = self.scaled = False
         self.loss = math.nan
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters that require a gradient."""
+        return [p for p in self._inner.parameters() if p.requires_grad]
+
     def check(self) -> None:
         """Make sure that the step that is over called ``loss.backward()``.
 
@@ -116,11 +121,11 @@ class StepTape(TorchFunctionMode):
             optimizer.register_step_pre_hook(self._begin_optimizer),
             optimizer.register_step_post_hook(self._end_optimizer),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -160,7 +165,7 @@ class StepTape(TorchFunctionMode):
                     self._before_backward(self)
             # Autocast, if a contender runs under it, is for the forward pass only.
             with _no_autocast():
-                torch.Tensor.backward(*args, **kwargs)
+                torch.Tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             self._inside -= 1
         self._note(torch.Tensor.backward, noted, None)
@@ -246,7 +251,7 @@ class StepTape(TorchFunctionMode):
         """
         if self._loss is None:
             raise ReplayError("the step has not reached loss.backward(), so it cannot be repeated")
-        parameters = [p for p in self._inner.parameters() if p.requires_grad]
+        parameters = self.parameters
         with self._as_it_began():
             values: dict[_Slot, Any] = {}
             with around():
@@ -364,8 +369,8 @@ class Shadow:
     """A second training on the same steps: parameters, buffers and optimizer state of its own.
 
     It begins where the training is now. Each step of the training is made again on the shadow's
-    numbers, which are put in place for that time only; so both see the same batches in the same order
-    with the same random numbers.
+    numbers, which are put in place for that time only; so both see the same batches in the same
+    order with the same random numbers.
 
     Args:
         model: the model in training.
@@ -418,7 +423,7 @@ def _about_gradients(call: _Call, of_gradients: set[_Slot]) -> bool:
 
 
 def _copied_state(optimizer: torch.optim.Optimizer) -> Any:
-    state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined]
+    state = type(optimizer.state)(optimizer.state.default_factory)
     for parameter, values in optimizer.state.items():
         state[parameter] = copy.deepcopy(values)
     return state

@@ -1,10 +1,10 @@
 """What operators in a narrow format do to a training step, judged in float32.
 
 The same step is made twice, in float32 and with some operators in the format: same batch, same
-parameters, same random numbers. What counts is how far the gradient turns away, and whether the loss
-changes; the error of an operator's own output tells little (a softmax may be off by a percent and
-harm nothing, a loss by as much and end the training). The trade-off: a forward and a backward pass
-for each set of operators that is judged.
+parameters, same random numbers. What counts is how far the gradient turns away, and whether the
+loss changes; the error of an operator's own output tells little (a softmax may be off by a percent
+and harm nothing, a loss by as much and end the training). The trade-off: a forward and a backward
+pass for each set of operators that is judged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.collectives.message import as_sent
+from narrowgauge.collectives.reduce import wire_format
 from narrowgauge.formats import FloatFormat, FormatLike, format_of
 from narrowgauge.operators.applying import Applied
-from narrowgauge.operators.compute import Compute, compute_of
+from narrowgauge.operators.compute import Compute, compute_of, run
 from narrowgauge.operators.plan import OperatorPlan
-from narrowgauge.operators.recording import Recording
+from narrowgauge.operators.recording import Recording, tensors_in
 from narrowgauge.operators.replay import StepTape
 from narrowgauge.rounding import quantize
 
@@ -46,15 +48,16 @@ class Signal:
 
     def worst(self, other: Signal) -> Signal:
         """The larger of each, as over several steps or ranks."""
-        return Signal(*(max(a, b) for a, b in zip(_values(self), _values(other), strict=True)))
+        return Signal(
+            max(self.gradient_error, other.gradient_error),
+            max(self.loss_change, other.loss_change),
+            max(self.overflow, other.overflow),
+            max(self.underflow, other.underflow),
+        )
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers."""
         return asdict(self)
-
-
-def _values(signal: Signal) -> tuple[float, ...]:
-    return tuple(asdict(signal).values())
 
 
 class Judge:
@@ -70,6 +73,8 @@ class Judge:
         loss: in float32.
         gradients: in float32, of each parameter that requires one.
         usable: whether loss and gradients are finite in float32, so that they can judge.
+        saved_bytes: what autograd kept for the backward pass, parameters apart, when the step was
+            last made; at first that is in float32.
         ranges: (overflows, underflows) by (operator, format).
     """
 
@@ -78,13 +83,12 @@ class Judge:
     ) -> None:
         self._tape, self._applied, self._plan = tape, applied, plan
         watch = RangeWatch(formats)
-        mode = applied._mode
-        with self._following(plan):
-            mode.recording = watch if formats else None
-            try:
-                self.loss, self.gradients = tape.gradients()
-            finally:
-                mode.recording = None
+        self._parameters = {p.untyped_storage().data_ptr() for p in tape.parameters}
+        applied.record(watch if formats else None)
+        try:
+            self.loss, self.gradients = self._made(plan)
+        finally:
+            applied.record(None)
         self.ranges = watch.counts
         self._norm = _norm(self.gradients)
         self.usable = math.isfinite(self.loss) and 0 < self._norm < math.inf
@@ -95,8 +99,7 @@ class Judge:
         Args:
             formats: format by operator name.
         """
-        with self._following(self._plan.with_formats(formats)):
-            loss, gradients = self._tape.gradients()
+        loss, gradients = self._made(self._plan.with_formats(formats))
         counts = [self.ranges.get((n, compute_of(f).name), (0, 0)) for n, f in formats.items()]
         return Signal(
             *self._compared(loss, gradients), sum(o for o, _ in counts), sum(u for _, u in counts)
@@ -104,9 +107,7 @@ class Judge:
 
     def autocast(self, dtype: torch.dtype, device: str) -> Signal:
         """What ``torch.autocast`` does to the step."""
-        promote = OperatorPlan({})
-        with self._following(promote):
-            loss, gradients = self._tape.gradients(lambda: torch.autocast(device, dtype))
+        loss, gradients = self._made(OperatorPlan({}), lambda: torch.autocast(device, dtype))
         return Signal(*self._compared(loss, gradients))
 
     def _compared(self, loss: float, gradients: list[Tensor | None]) -> tuple[float, float]:
@@ -116,16 +117,36 @@ class Judge:
         ]
         error = _norm(differences) / self._norm
         change = abs(loss - self.loss) / max(abs(self.loss), 1e-30)
-        return tuple(x if math.isfinite(x) else math.inf for x in (error, change))  # type: ignore[return-value]
+        return (
+            error if math.isfinite(error) else math.inf,
+            change if math.isfinite(change) else math.inf,
+        )
 
-    @contextlib.contextmanager
-    def _following(self, plan: OperatorPlan) -> Iterator[None]:
+    def _made(
+        self,
+        plan: OperatorPlan,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradients of the step under a plan; counts what is kept between."""
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            place = x.untyped_storage().data_ptr()  # all are alive until the backward pass
+            kept[place] = max(kept.get(place, 0), x.numel() * x.itemsize)
+            return x
+
+        @contextlib.contextmanager
+        def forward() -> Iterator[None]:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), around():
+                yield
+
         before = self._applied.plan
         self._applied.use(plan)
         try:
-            yield
+            return self._tape.gradients(forward)
         finally:
             self._applied.use(before)
+            self.saved_bytes = sum(n for p, n in kept.items() if p not in self._parameters)
 
 
 def _norm(tensors: Sequence[Tensor | None]) -> float:
@@ -154,14 +175,11 @@ class RangeWatch(Recording):
         inside: bool,
     ) -> Any:
         """Call the operator; count operands before, as it may write into them, and results."""
-        from narrowgauge.operators.compute import run
-        from narrowgauge.operators.recording import _tensors
-
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            before = [self._lost(x) for x in _tensors((args, kwargs))]
+            before = [self._lost(x) for x in tensors_in((args, kwargs))]
         result = run(compute, operator, function, args, kwargs, cast)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            lost = [*before, *(self._lost(x) for x in _tensors(result))]
+            lost = [*before, *(self._lost(x) for x in tensors_in(result))]
         for position, format in enumerate(self._formats):
             both = [entry[position] for entry in lost if entry]
             self.counts[name, format] = (sum(o for o, _ in both), sum(u for _, u in both))
@@ -194,31 +212,28 @@ def gradient_errors(
 ) -> dict[str, dict[str, float]]:
     """The relative error ‖Q(g) − g‖ / ‖g‖ of each parameter's gradient in each format.
 
-    Each gradient is scaled by the power of two under which its largest magnitude still fits, as it
-    is when it travels (auto-precision scaling).
+    Q(g) is what others read of a message with it: scaled by a power of two (auto-precision
+    scaling), or in blocks, as ``narrowgauge.gradients.compress`` sends it by default.
 
     Args:
         gradients: by parameter name.
         formats: formats of the wire.
 
     Returns:
-        Error by parameter name, then by format name.
+        Error by parameter name, then by format name; 0 for a gradient of zeros.
+
+    Raises:
+        ValueError: a format that cannot travel.
     """
+    candidates = [wire_format(format) for format in formats]
     errors: dict[str, dict[str, float]] = {}
     for name, gradient in gradients.items():
-        exact = gradient.detach().float()
+        exact = gradient.detach().float().cpu().flatten()
         norm = float(exact.double().norm())
-        errors[name] = {}
-        for like in formats:
-            format = format_of(like)
-            scaled = exact
-            if isinstance(format, FloatFormat) and norm:
-                room = math.log2(format.largest) - math.log2(float(exact.abs().max()))
-                scaled = torch.ldexp(exact, torch.tensor(math.floor(room)))
-            rounded = quantize(scaled, format)
-            scale = float(scaled.double().norm())
-            difference = float((rounded.double() - scaled.double()).norm())
-            errors[name][format.name] = difference / scale if scale else 0.0
+        errors[name] = {
+            format.name: _norm([as_sent(exact, format, True) - exact]) / (norm or 1.0)
+            for format in candidates
+        }
     return errors
 
 

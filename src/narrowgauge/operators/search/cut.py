@@ -4,7 +4,8 @@ An operator costs what it takes in its format, an edge between two operators wha
 they differ. With two formats the sum of both is smallest along a minimum s-t cut, and that is found
 exactly (Greig, Porteous and Seheult 1989), in milliseconds for hundreds of operators. With more
 formats the problem is NP-hard: pairs of formats are exchanged by exact cuts until none lowers the
-sum (α-β swaps, Boykov, Veksler and Zabih 2001), which ends in a good choice, not always in the best.
+sum (α-β swaps, Boykov, Veksler and Zabih 2001), which ends in a good choice, not always in the
+best.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _check(costs: Mapping[str, Mapping[str, float]], edges: Sequence[Edge]) -> N
         for name in (edge.source, edge.target):
             if name not in costs:
                 raise ValueError(
-                    f"the edge {edge.source!r} → {edge.target!r} joins the unknown operator {name!r}"
+                    f"the edge {edge.source!r} → {edge.target!r} joins {name!r}, no operator"
                 )
         for pair, cost in edge.cast.items():
             if not (math.isfinite(cost) and cost >= 0) or (pair[0] == pair[1] and cost):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.operators.timing import Comparison, compare, rotated
+from narrowgauge.operators.search.timing import Comparison, compare, rotated
 
 _FEW = 3  # rounds before a contender may leave
 _MUCH = 1.25  # times slower than the fastest, in each of them
@@ -30,7 +31,7 @@ class Trial:
         noise: rounds end when all comparisons are known this well.
     """
 
-    memory: dict[str, int]
+    memory: Mapping[str, int]
     memory_weight: float = 0.0
     most: int = 40
     noise: float = 0.01
@@ -70,13 +71,19 @@ class Trial:
         """Whose turn the next step is."""
         return self._todo[0]
 
-    def took(self, seconds: float) -> None:
-        """The step of :attr:`next` took that long."""
+    def took(self, seconds: float) -> dict[str, float] | None:
+        """The step of :attr:`next` took that long.
+
+        Returns:
+            The seconds of all in this round if it is over, for :meth:`add`.
+        """
         self._current[self._todo.pop(0)] = seconds
-        if self._todo:
-            return
+        return None if self._todo else self._current
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """A round is over; the first one only made everything warm."""
         if self._round >= 0:
-            for name, value in self._current.items():
+            for name, value in seconds.items():
                 self.times[name].append(value)
         self._round += 1
         self._current = {}
@@ -150,51 +157,3 @@ class Trial:
             if name in self.left:
                 found[name]["left"] = self.left[name]
         return found
-
-
-def seed_band(
-    low: list[float], exact: list[float], evaluation: float, given: float | None
-) -> tuple[float, str]:
-    """By how much the evaluation under a plan may be above float32's.
-
-    Args:
-        low: losses of the steps under the plan.
-        exact: losses of the same steps in float32.
-        evaluation: float32's.
-        given: relative band that the user has measured over seeds, or ``None``.
-
-    Returns:
-        The band, in the evaluation's unit, and how it was found.
-    """
-    if given is not None:
-        return given * abs(evaluation), f"{given:.1%} of float32's, as given"
-    floor, ceiling = 0.02 * abs(evaluation), 0.25 * abs(evaluation)
-    half = len(low) // 2
-    blocks = [
-        statistics.fmean(a - b for a, b in zip(low[i : i + 8], exact[i : i + 8], strict=True))
-        for i in range(half, len(low) - 7, 8)
-    ]
-    if len(blocks) < 3:
-        return floor, "2 % of float32's"
-    spread = 3 * statistics.stdev(blocks) / math.sqrt(len(blocks))
-    band = min(max(spread, floor), ceiling)
-    return band, f"{band / max(abs(evaluation), 1e-30):.1%} of float32's, by the paired losses"
-
-
-def diverged(low: list[float], exact: list[float], skipped: int) -> str | None:
-    """Why a training under a plan need not go on, or ``None``.
-
-    Args:
-        low: losses of the steps under the plan.
-        exact: losses of the same steps in float32.
-        skipped: steps under the plan without a step of the optimizer.
-    """
-    if low and not math.isfinite(low[-1]) and math.isfinite(exact[-1]):
-        return f"the loss became {low[-1]} in step {len(low)}"
-    if skipped > max(3, 0.25 * len(low)):
-        return f"{skipped} of {len(low)} steps were skipped, their gradients not being finite"
-    if len(low) >= 20:
-        a, b = statistics.fmean(low[-20:]), statistics.fmean(exact[-20:])
-        if a > 2 * b + 3 * statistics.pstdev(exact[-20:]) and a > b > 0:
-            return f"after {len(low)} steps the loss was {a:.3g}, float32's {b:.3g}"
-    return None

@@ -1,8 +1,8 @@
 """Times that can be compared on a machine that others use too.
 
 Two things are timed in turn, never one after the other, so that a slow minute slows both; what
-counts is the ratio within each round. The noise is how far the median of these ratios may be off, by
-their own spread. The trade-off: every comparison costs several rounds of both, and a difference
+counts is the ratio within each round. The noise is how far the median of these ratios may be off,
+by their own spread. The trade-off: every comparison costs several rounds of both, and a difference
 within the noise is none.
 """
 

@@ -1,14 +1,14 @@
 """Which operators may take which format: what is to be judged next, and what follows from it.
 
-Operators of equal signature are judged together, and alone only if that fails; then all that are left
-are judged at once, as harm may add up or need two; if that fails, those that harm least are kept, as
-many as bisecting finds harmless together. The trade-off: one step judges one batch; so the last word
-has an epoch of training.
+Operators of equal signature are judged together, and alone only if that fails; then all that are
+left are judged at once, as harm may add up or need two; if that fails, those that harm least are
+kept, as many as bisecting finds harmless together. The trade-off: one step judges one batch; so the
+last word has an epoch of training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.operators.recording import Recording
@@ -46,6 +46,7 @@ class Screening:
             if simulated or not call.in_place:
                 groups.setdefault(call.signature, []).append(call.name)
         self._queue = [(f, names) for f in self.formats for names in groups.values()]
+        self.judged_sets, self.sets = 0, len(self._queue) + confirmations
         self._confirmations = confirmations
         self._left = confirmations
         self._kept: tuple[int, int] | None = None  # bounds of the bisection
@@ -93,6 +94,7 @@ class Screening:
 
     def judged(self, signal: Signal) -> None:
         """Take over what was found about :meth:`next`."""
+        self.judged_sets += 1
         if self._queue:
             self._judged_alone(signal)
         else:
@@ -103,6 +105,7 @@ class Screening:
         harmful = signal.gradient_error > self.bound or signal.loss_change > 1
         if harmful and len(names) > 1:
             self._queue[:0] = [(format, [name]) for name in names]
+            self.sets += len(names)
             return
         for name in names:
             self.signals[name, format] = signal
@@ -127,18 +130,12 @@ class Screening:
                 self.excluded[item] = _harm(signal, "together with others that are less so")
             self._kept, self._left = None, self._confirmations
 
-    def give_up_worst(self, reason: str) -> int:
-        """Exclude the more harmful half of what is left, and begin to confirm again.
-
-        Returns:
-            How many operators that were.
-        """
-        ranked = self.ranked()
-        worst = ranked[len(ranked) // 2 :]
-        for item in worst:
+    def give_up_worst(self, among: Collection[str], reason: str) -> None:
+        """Exclude the more harmful half of some operators, and confirm the others again."""
+        ranked = [item for item in self.ranked() if item[0] in among]
+        for item in ranked[len(ranked) // 2 :]:
             self.excluded[item] = reason
         self._left, self.together = self._confirmations, None
-        return len(worst)
 
     def evidence(self, name: str) -> dict[str, Any]:
         """What is known of an operator, as JSON."""

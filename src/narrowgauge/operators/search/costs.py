@@ -8,19 +8,22 @@ timed alone, with warm caches; so what the sums promise is verified on whole ste
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
+from narrowgauge.formats import format_of
 from narrowgauge.operators.compute import NATIVE, compute_of, run
-from narrowgauge.operators.cut import Edge as Cast
-from narrowgauge.operators.cut import cheapest_formats
-from narrowgauge.operators.recording import Operand, OperatorCall, Recording
-from narrowgauge.operators.timing import time_in_turn
+from narrowgauge.operators.recording import Operand, OperatorCall, Recording, tensors_in
+from narrowgauge.operators.search.cut import Edge as Cast
+from narrowgauge.operators.search.cut import cheapest_formats
+from narrowgauge.operators.search.timing import time_in_turn
 
 _TIED = 1e9  # an operator that writes into its input has that input's format
 
@@ -36,6 +39,11 @@ class Profile:
 
     operators: dict[str, dict[str, float]] = field(default_factory=dict)
     casts: dict[tuple[str, str], list[tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was measured."""
+        return bool(self.casts)
 
     def cast(self, source: str, target: str, numel: int) -> float:
         """Seconds of a cast, there and back: between or beyond the measured sizes, on a line."""
@@ -53,7 +61,6 @@ def measure(
     recording: Recording,
     formats: Sequence[str],
     seconds: float,
-    found: Callable[[str, dict[str, float]], None] = lambda signature, times: None,
     known: Mapping[str, dict[str, float]] | None = None,
 ) -> Profile:
     """Times all signatures and casts of a recording.
@@ -62,7 +69,6 @@ def measure(
         recording: with arguments of each signature.
         formats: native formats.
         seconds: to spend on all together, about; every signature is timed at least once.
-        found: called with each signature's times as they are found.
         known: times of signatures that need not be measured again.
     """
     profile = Profile()
@@ -72,12 +78,11 @@ def measure(
         times = (known or {}).get(signature)
         if times is None or set(times) != set(formats):
             times = _time_call(call, formats, share)
-            found(signature, times)
         profile.operators[signature] = times
     sizes = sorted({edge.numel for edge in recording.edges})
     if len(sizes) > 6:
         sizes = [sizes[round(i * (len(sizes) - 1) / 5)] for i in range(6)]
-    devices = {x.device for c in calls.values() for x in _tensors(c.arguments)}
+    devices = {x.device for c in calls.values() for x in tensors_in(c.arguments)}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     for source in formats:
         for target in formats:
@@ -88,10 +93,6 @@ def measure(
     return profile
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
-
-
 def _time_call(call: OperatorCall, formats: Sequence[str], seconds: float) -> dict[str, float]:
     with torch.random.fork_rng(devices=[]):
         functions = {format: _forward_and_backward(call, format) for format in formats}
@@ -99,8 +100,6 @@ def _time_call(call: OperatorCall, formats: Sequence[str], seconds: float) -> di
 
 
 def _clock() -> float:
-    import time
-
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -136,7 +135,7 @@ def _forward_and_backward(call: OperatorCall, format: str) -> Callable[[], objec
         return forward
 
     def both() -> object:
-        outputs = [x for x in _tensors(forward()) if x.requires_grad]
+        outputs = [x for x in tensors_in(forward()) if x.requires_grad]
         if not outputs:
             return None
         ones = [torch.ones_like(x) for x in outputs]
@@ -164,18 +163,39 @@ def saved_bytes(recording: Recording, formats: Mapping[str, str]) -> int:
         formats: format by operator name; what is missing is float32.
     """
     kept: dict[tuple[int, str], int] = {}
+    found = resolved(recording, formats)
     for call in recording:
-        format = formats.get(call.name, "fp32")
+        format = found[call.name]
         for operand in call.saved:
-            if operand.parameter and format in ("fp32", "promote"):
+            if operand.parameter and format == "fp32":
                 continue
             kept[operand.storage, format] = _bytes(operand, format)
     return sum(kept.values())
 
 
+def resolved(recording: Recording, formats: Mapping[str, str]) -> dict[str, str]:
+    """Formats in which ``"promote"`` is replaced by what the operands come in.
+
+    That is the producers' format if they all have the same, else float32.
+    """
+    producers: dict[str, set[str]] = {}
+    found: dict[str, str] = {}
+    for edge in recording.edges:
+        producers.setdefault(edge.consumer, set()).add(edge.producer)
+    for call in recording:
+        format = formats.get(call.name, "fp32")
+        if format == "promote":
+            made_in = {found.get(name, "fp32") for name in producers.get(call.name, ())}
+            format = made_in.pop() if len(made_in) == 1 else "fp32"
+        found[call.name] = format
+    return found
+
+
 def _bytes(operand: Operand, format: str) -> int:
-    narrow = operand.dtype is torch.float32 and format in NATIVE
-    return operand.numel * (NATIVE[format] if narrow else operand.dtype).itemsize
+    if operand.dtype is not torch.float32:
+        return operand.bytes
+    bits = format_of(format.partition("/")[0]).bits  # of a simulated one: as if it were stored
+    return math.ceil(operand.numel * bits / 8)
 
 
 def cheapest_plan(
