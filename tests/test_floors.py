@@ -19,7 +19,7 @@ FLOORS = [
     {"collectives", "nn", "ledger"},
     {"gradients", "operators", "parameters", "inputs"},
     {"costmodel", "report"},
-    {"demo"},
+    {"demo", "search"},
     {"doctor"},
     {"cli"},
 ]

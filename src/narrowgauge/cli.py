@@ -1,4 +1,5 @@
-"""The command line: ``narrowgauge demo``, ``formats``, ``calibrate``, ``predict``, ``doctor``.
+"""The command line: ``narrowgauge demo``, ``formats``, ``calibrate``, ``predict``, ``search``,
+``doctor``.
 
 Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
 Imports that take time (torch's launcher, scikit-learn) are made by the command that needs them.
@@ -35,6 +36,7 @@ from narrowgauge.formats import (
     known_formats,
 )
 from narrowgauge.report import Figure, Series, Table, bytes_text, curves
+from narrowgauge.search.command import search
 
 app = typer.Typer(
     name="narrowgauge",
@@ -43,6 +45,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(search)
 _console = Console()
 _errors = Console(stderr=True)
 _NONE = "–"
