@@ -16,6 +16,7 @@ from narrowgauge.operators import OperatorPlan
 from narrowgauge.operators.search import OperatorSearch
 from narrowgauge.search.script import Training
 
+
 class SearchStoppedError(Exception):
     """The search ended without a plan; the message says how it goes on.
 

@@ -52,14 +52,14 @@ def network(plan: OperatorPlan) -> Figure:
     )
     casts = cast_edges(plan)
     if casts:
-        caption += f" {len(casts)} arcs: a tensor is cast on its way."
+        caption += f" Arcs: a tensor is cast on its way ({len(casts)})."
     levels = max((len(_modules(name)) for name in names), default=0)
     width = levels * _LEVEL + _CELL + (_ARCS if casts else 0.1) + (_BARS if timed else 0)
     height = max(2.0, (len(names) + 4) * _LINE)
     palette = colours([*counts, *(f for name in names for f in _seconds(plan, name))])
 
     def draw(drawn: MatplotlibFigure, text: str) -> None:
-        axes = drawn.add_axes((0.0, 0.0, 1.0, 1.0))
+        axes = drawn.add_subplot()
         axes.set_xlim(-0.1, width + 0.1)
         axes.set_ylim(len(names) + 0.5, -3.5)
         axes.axis("off")
@@ -91,7 +91,8 @@ def cast_edges(plan: OperatorPlan) -> list[tuple[int, int]]:
     return [
         (source, target)
         for source, target in edges
-        if formats[source] != formats[target] and "promote" not in (formats[source], formats[target])
+        if formats[source] != formats[target]
+        and "promote" not in (formats[source], formats[target])
     ]
 
 
@@ -168,9 +169,7 @@ def _arc(axes: Axes, left: float, source: int, target: int, colour: str) -> None
     axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=colour, linewidth=1.2))
 
 
-def _bars(
-    axes: Axes, plan: OperatorPlan, left: float, palette: dict[str, str], text: str
-) -> None:
+def _bars(axes: Axes, plan: OperatorPlan, left: float, palette: dict[str, str], text: str) -> None:
     most = max(max(_seconds(plan, name).values(), default=0.0) for name in plan.names)
     for row, name in enumerate(plan.names):
         seconds = _seconds(plan, name)

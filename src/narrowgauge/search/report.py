@@ -103,31 +103,29 @@ def contenders(plan: OperatorPlan) -> Table:
             [
                 name,
                 f"{row['seconds'] * 1e3:.4g} ms",
-                f"{ratio:.3f} ×" + ("" if noise is None or name == "fp32" else f" ± {noise:.1%}"),
-                _NONE if not autocast else f"{ratio / autocast:.3f} ×",
+                f"{ratio:.2f} ×" + ("" if noise is None or name == "fp32" else f" ± {noise:.1%}"),
+                _NONE if not autocast else f"{ratio / autocast:.2f} ×",
                 f"{row['rounds']}",
                 bytes_text(row["saved_bytes"]),
                 f"{row['saved_bytes'] / memory:.2f} ×",
-                row.get("left", "taken" if name == plan.about["decision"] else ""),
             ]
         )
-    notes = [f"{name} was not tried: {why}." for name, why in plan.about.get("not_tried", {}).items()]
+    notes = [f"{name} left early: {row['left']}." for name, row in found.items() if "left" in row]
+    notes += [
+        f"{name} was not tried: {why}." for name, why in plan.about.get("not_tried", {}).items()
+    ]
     notes.append(
-        "Steps of the training, in turns, medians; speed above 1 × is faster, ± two standard errors. "
+        "Steps of the training, in turns, medians; speed is that of float32's steps over its own, ± two standard errors. "
         "Saved: what autograd keeps for the backward pass, reckoned."
     )
-    columns = ["steps under", "step", "speed to fp32", "to autocast", "rounds", "saved", "to fp32"]
-    return Table("Whole training steps", [*columns, "remark"], rows, notes)
+    columns = ["steps under", "step", "speed", "to autocast", "rounds", "saved", "to fp32"]
+    return Table("Whole training steps", columns, rows, notes)
 
 
 def operators(plan: OperatorPlan) -> Table:
     """Each operator: times, casts, gradient error, and why it has its format."""
-    timed = list(
-        dict.fromkeys(f for e in plan.evidence.values() for f in e.get("seconds", {}))
-    )
-    narrow = list(
-        dict.fromkeys(f for e in plan.evidence.values() for f in e.get("signals", {}))
-    )
+    timed = list(dict.fromkeys(f for e in plan.evidence.values() for f in e.get("seconds", {})))
+    narrow = list(dict.fromkeys(f for e in plan.evidence.values() for f in e.get("signals", {})))
     rows = []
     for name, format in plan.formats.items():
         evidence = plan.evidence.get(name, {})
