@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
 from narrowgauge.operators.signals import Judge, Signal
 
-_EPOCHS = 0.2  # of time to spend on timing operators, about
+_EPOCHS = 0.2  # of time to spend on timing operators, and on steps slower than float32's, about
+_FEWEST = 5  # rounds of a trial
 WIDE = ("fp32", "promote")
 
 
@@ -100,9 +101,34 @@ def trial_step(setting: Setting, findings: Findings) -> Iterator[None]:
         seconds = trial.took(taken)
         if seconds is not None:
             findings.note("round", seconds=seconds)
-        if trial.over:
+        spent = setting.clock.search - findings.before_trial
+        long = spent > _EPOCHS * setting.clock.mean_epoch and trial.rounds >= _FEWEST
+        if setting.ranks.all(trial.over or long)[0]:
             winner, reason = trial.winner()
             findings.note("tried", winner=winner, reason=reason)
+
+
+@contextlib.contextmanager
+def confirmed_step(setting: Setting, findings: Findings) -> Iterator[None]:
+    """A step in float32, on which the winner must be harmless as on those before."""
+    winner = findings.winner
+
+    def confirm(judge: Judge) -> None:
+        harm = _harm(setting, findings, judge, winner, findings.contenders.formats[winner])
+        if not harm:
+            findings.note("confirmed", winner=winner)
+            return
+        reason = f"when its epoch began, {winner} was harmful: {harm}"
+        numbers = dict.fromkeys(("evaluation", "float32", "band"))
+        findings.note("check", passed=False, reason=reason, steps=0, **numbers)
+
+    with setting.observed(
+        None,
+        lambda tape, applied: setting.judged(
+            lambda: Judge(tape, applied, findings.float32), confirm
+        ),
+    ):
+        yield
 
 
 def _time(setting: Setting, findings: Findings, recording: Recording) -> None:
@@ -118,6 +144,25 @@ def _time(setting: Setting, findings: Findings, recording: Recording) -> None:
             findings.note("timed", signature=signature, seconds=seconds)
     casts = [[source, target, points] for (source, target), points in measured.casts.items()]
     findings.note("casts", seconds=casts)
+
+
+def _harm(
+    setting: Setting, findings: Findings, judge: Judge, contender: str, formats: Mapping[str, str]
+) -> str:
+    """What a contender with these formats does to a step, if that is too much; ``""`` if not."""
+
+    def judged() -> Signal:
+        if contender == "autocast":
+            return judge.autocast(NATIVE[setting.formats[0]], setting.device)
+        return judge.signal(formats)
+
+    signal = setting.worst(judged)
+    if not findings.screening.harmful_together(signal):
+        return ""
+    return (
+        f"it turns the gradient by {signal.gradient_error:.2g} of its length and changes the loss "
+        f"by {signal.loss_change:.2g} of its value"
+    )
 
 
 def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
@@ -156,17 +201,8 @@ def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
                 refused[name] = f"it is the same as {same[0]!r}"
                 continue
 
-        def judged(name: str = name, narrow: dict[str, str] = narrow) -> Signal:
-            if name == "autocast":
-                return judge.autocast(NATIVE[setting.formats[0]], setting.device)
-            return judge.signal(narrow)
-
-        signal = setting.worst(judged)
-        if signal.gradient_error > 2 * screening.bound or signal.loss_change > 1:
-            refused[name] = (
-                f"it turns the gradient by {signal.gradient_error:.2g} of its length and changes "
-                f"the loss by {signal.loss_change:.2g} of its value"
-            )
+        if harm := _harm(setting, findings, judge, name, chosen):
+            refused[name] = harm
             continue
         formats[name], saved_bytes[name] = chosen, setting.ranks.all(judge.saved_bytes)[0]
     findings.note("contenders", formats=formats, saved_bytes=saved_bytes, refused=refused)

@@ -64,6 +64,8 @@ class Findings:
         trial: their turns, once they began.
         winner: who was found best, ``""`` before.
         reason: why.
+        confirmed: whether the winner was harmless when its epoch began, too.
+        before_trial: seconds that the search had taken when their turns began.
         failed: contenders that failed an epoch, and how.
     """
 
@@ -79,6 +81,8 @@ class Findings:
         self.contenders = Contenders()
         self.trial: Trial | None = None
         self.winner, self.reason = "", ""
+        self.confirmed = False
+        self.before_trial = 0.0
         self.failed: dict[str, str] = {}
         self.stage = "screen"
         for event in journal:
@@ -163,6 +167,7 @@ class Findings:
 
     def _take_contenders(self, event: Mapping[str, Any]) -> None:
         self.contenders = Contenders(event["formats"], event["saved_bytes"], event["refused"])
+        self.before_trial = self._setting.clock.search
         self.trial = Trial(event["saved_bytes"], self._setting.memory_weight)
 
     def _take_round(self, event: Mapping[str, Any]) -> None:
@@ -172,11 +177,14 @@ class Findings:
     def _take_tried(self, event: Mapping[str, Any]) -> None:
         self.winner, self.reason = event["winner"], event["reason"]
 
+    def _take_confirmed(self, event: Mapping[str, Any]) -> None:
+        self.confirmed = True
+
     def _take_check(self, event: Mapping[str, Any]) -> None:
         if event["passed"]:
             return
+        suspects = self.contenders.formats[self.winner]
         if self.winner == "autocast":
-            self.failed["autocast"] = event["reason"]
-        else:
-            self.screening.give_up_worst(self.contenders.formats[self.winner], event["reason"])
-        self.winner, self.reason, self.trial = "", "", None
+            self.failed["autocast"], suspects = event["reason"], {}
+        self.screening.begin_again(suspects, event["reason"])
+        self.winner, self.reason, self.trial, self.confirmed = "", "", None, False

@@ -26,7 +26,12 @@ from narrowgauge.operators.compute import PROMOTE, compute_of
 from narrowgauge.operators.names import unwrapped
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.search.check import Check
-from narrowgauge.operators.search.contenders import following, measure_step, trial_step
+from narrowgauge.operators.search.contenders import (
+    confirmed_step,
+    following,
+    measure_step,
+    trial_step,
+)
 from narrowgauge.operators.search.evidence import about, evidence_of, progress
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.judging import WARM_UP, judged_step, recorded_step
@@ -197,10 +202,12 @@ class OperatorSearch:
             elif stage == "time":
                 stack.enter_context(trial_step(setting, findings))
             elif stage == "check":
-                if self._check is None and self._steps == 0:
-                    winner = findings.winner
-                    plan = findings.plan_of(winner)
-                    self._check = Check(setting, winner, plan, self._seed_band)
+                if self._steps == 0 and not findings.confirmed:
+                    stack.enter_context(confirmed_step(setting, findings))
+                    self._steps -= 1
+                elif self._steps == 0 and self._check is None:
+                    plan = findings.plan_of(findings.winner)
+                    self._check = Check(setting, findings.winner, plan, self._seed_band)
                 if self._check is not None:
                     stack.enter_context(self._check.step())
             yield

@@ -41,15 +41,25 @@ class Screening:
         self.excluded: dict[tuple[str, str], str] = {}
         self.together: Signal | None = None
         self._names = [call.name for call in recording if simulated or not call.in_place]
-        groups: dict[str, list[str]] = {}
+        self._groups: dict[str, list[str]] = {}
         for call in recording:
             if simulated or not call.in_place:
-                groups.setdefault(call.signature, []).append(call.name)
-        self._queue = [(f, names) for f in self.formats for names in groups.values()]
+                self._groups.setdefault(call.signature, []).append(call.name)
+        self._suspects: tuple[list[str], str] = ([], "")
+        self._queue = self._sets()
         self.judged_sets, self.sets = 0, len(self._queue) + confirmations
         self._confirmations = confirmations
         self._left = confirmations
         self._kept: tuple[int, int] | None = None  # bounds of the bisection
+
+    def _sets(self) -> list[tuple[str, list[str]]]:
+        """What is not excluded, as sets of equal signature by format."""
+        sets = [
+            (format, [name for name in names if (name, format) not in self.excluded])
+            for format in self.formats
+            for names in self._groups.values()
+        ]
+        return [(format, names) for format, names in sets if names]
 
     @property
     def over(self) -> bool:
@@ -97,6 +107,7 @@ class Screening:
         self.judged_sets += 1
         if self._queue:
             self._judged_alone(signal)
+            self._give_up()
         else:
             self._judged_together(signal)
 
@@ -112,8 +123,12 @@ class Screening:
             if harmful:
                 self.excluded[name, format] = _harm(signal, "alone")
 
+    def harmful_together(self, signal: Signal) -> bool:
+        """Whether what many operators do is too much; twice what one may."""
+        return signal.gradient_error > 2 * self.bound or signal.loss_change > 1
+
     def _judged_together(self, signal: Signal) -> None:
-        harmful = signal.gradient_error > 2 * self.bound or signal.loss_change > 1
+        harmful = self.harmful_together(signal)
         tried = len(self.next())
         if self._kept is None:
             if not harmful:
@@ -130,12 +145,31 @@ class Screening:
                 self.excluded[item] = _harm(signal, "together with others that are less so")
             self._kept, self._left = None, self._confirmations
 
-    def give_up_worst(self, among: Collection[str], reason: str) -> None:
-        """Exclude the more harmful half of some operators, and confirm the others again."""
-        ranked = [item for item in self.ranked() if item[0] in among]
-        for item in ranked[len(ranked) // 2 :]:
-            self.excluded[item] = reason
-        self._left, self.together = self._confirmations, None
+    def begin_again(self, suspects: Collection[str], reason: str) -> None:
+        """Judge all that is left once more: harm changes as the training goes on.
+
+        If nothing new is found, the more harmful half of the suspects is given up.
+
+        Args:
+            suspects: operators that were found harmful together by other means.
+            reason: how.
+        """
+        self._suspects = [name for name in suspects if name in self.survivors()], reason
+        self._queue = self._sets()
+        self.sets += len(self._queue) + self._confirmations
+        self._left, self._kept, self.together = self._confirmations, None, None
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Once all were judged again: if nothing new was found, exclude the worst suspects."""
+        if self._queue or not self._suspects[0]:
+            return
+        names, reason = self._suspects
+        if all(name in self.survivors() for name in names):
+            ranked = [item for item in self.ranked() if item[0] in names]
+            for item in ranked[len(ranked) // 2 :]:
+                self.excluded[item] = reason
+        self._suspects = [], ""
 
     def evidence(self, name: str) -> dict[str, Any]:
         """What is known of an operator, as JSON."""
