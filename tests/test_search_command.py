@@ -54,7 +54,8 @@ def test_a_file_describes_a_training(tmp_path: Path) -> None:
 
 def test_without_other_batches_those_of_the_training_are_evaluated(tmp_path: Path) -> None:
     found = load(script(tmp_path, "pass"))
-    assert found.evaluation() == pytest.approx(float(found.loss_of(torch.ones(3, 4))))
+    expected = found.loss_of(torch.ones(3, 4)).item()
+    assert found.evaluation() == pytest.approx(expected)
     other = load(script(tmp_path, "parts['evaluate'] = lambda: 7"))
     assert other.evaluation() == 7.0
 
@@ -85,13 +86,13 @@ def test_what_does_not_describe_a_training_is_an_error(
 
 def test_a_file_or_function_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     where = script(tmp_path, "pass")
-    with pytest.raises(ScriptError, match="no function 'bild'.*did you mean 'build'"):
+    with pytest.raises(ScriptError, match=r"no function 'bild'.*did you mean 'build'"):
         load(where.replace(":build", ":bild"))
-    with pytest.raises(ScriptError, match="there is no file '.*nowhere.py'; name one and its fun"):
+    with pytest.raises(ScriptError, match=r"there is no file '.*nowhere.py'; name one and its fun"):
         load(f"{tmp_path}/nowhere.py:build")
     text = tmp_path / "train.txt"
     text.write_text("")
-    with pytest.raises(ScriptError, match="train.txt' is no Python file"):
+    with pytest.raises(ScriptError, match=r"train.txt' is no Python file"):
         load(str(text))
     (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
     with pytest.raises(ScriptError, match=r"(?s)raised ModuleNotFoundError.*broken.py.*line 1"):
@@ -172,8 +173,6 @@ def test_an_interrupted_search_goes_on_to_a_plan_and_its_report(tmp_path: Path) 
     assert stopped.value.interrupted
     judged = [e for e in events(tmp_path) if e["event"] == "judged"]
     assert judged
-    with pytest.raises(SearchStoppedError, match=r"after 1 epochs; .* more --epochs goes on"):
-        run(small(Batches(24)), **how, epochs=1)
     plan = run(small(Batches(24)), **how)
     assert [e for e in events(tmp_path) if e["event"] == "judged"][: len(judged)] == judged
     assert plan == OperatorPlan.load(tmp_path / "plan.json")
@@ -188,6 +187,16 @@ def test_an_interrupted_search_goes_on_to_a_plan_and_its_report(tmp_path: Path) 
     assert "Whole training steps" not in page  # nothing was timed
     assert 'src="http' not in page
     assert matplotlib.image.imread(tmp_path / "network.png").shape[0] > 200
+
+
+def test_epochs_that_do_not_suffice_can_be_added_to(tmp_path: Path) -> None:
+    how = {"workdir": tmp_path, "formats": ["e4m3/e5m2"]}
+    with pytest.raises(SearchStoppedError, match=r"after 1 epochs; .* more --epochs goes") as ended:
+        run(small(Batches(6)), **how, epochs=1)
+    assert not ended.value.interrupted
+    assert [e["number"] for e in events(tmp_path) if e["event"] == "epoch"] == [1]
+    run(small(Batches(12)), **how)
+    assert [e["number"] for e in events(tmp_path) if e["event"] == "epoch"][:2] == [1, 2]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""The command line: ``narrowgauge demo``, ``formats``, ``calibrate``, ``predict``, ``search``,
-``doctor``.
+"""The command line: ``narrowgauge demo``, ``formats``, ``predict``, ``search`` and others.
 
 Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
 Imports that take time (torch's launcher, scikit-learn) are made by the command that needs them.

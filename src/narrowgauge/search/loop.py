@@ -1,4 +1,4 @@
-"""The training loop of ``narrowgauge search``: trains until the plan is found, and says how far it is."""
+"""The training loop of ``narrowgauge search``: trains until the plan is found."""
 
 from __future__ import annotations
 

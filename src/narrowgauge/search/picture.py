@@ -1,4 +1,4 @@
-"""A network drawn from its plan: modules as nested boxes, operators in the colours of their formats.
+"""A network drawn from its plan: modules are nested boxes, operators coloured by format.
 
 Drawn from top to bottom in the order of the calls, as one reads the model's code. Beside each
 operator stands its time in each format that was timed, and arcs mark where a tensor is cast. The
@@ -17,6 +17,7 @@ from narrowgauge.report import Figure, figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as MatplotlibFigure
+    from matplotlib.patches import Rectangle
 
 # Okabe and Ito's, as in report.py; float32 is grey, what follows its operands is pale.
 _KNOWN = {"fp32": "#999999", "bf16": "#0072B2", "fp16": "#009E73", "promote": "#d9dde1"}
@@ -132,7 +133,7 @@ def _runs(names: Sequence[str], level: int) -> Iterator[tuple[int, int, str]]:
             begin, current = row, here
 
 
-def _rectangle(x: float, y: float, width: float, height: float) -> object:
+def _rectangle(x: float, y: float, width: float, height: float) -> Rectangle:
     from matplotlib.patches import Rectangle
 
     return Rectangle(
@@ -160,8 +161,8 @@ def _operator(axes: Axes, row: int, left: float, name: str, colour: str) -> None
 
 
 def _arc(axes: Axes, left: float, source: int, target: int, colour: str) -> None:
-    from matplotlib.path import Path
     from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
 
     reach = left + min(_ARCS - 0.1, 0.25 + 0.04 * abs(target - source))
     corners = [(left, source), (reach, source), (reach, target), (left, target)]

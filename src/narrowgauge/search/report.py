@@ -1,7 +1,7 @@
 """What a search found, for people: tables, the picture of the network, one HTML file.
 
-Everything is read from ``plan.json`` and ``journal.jsonl``, so that a report can be made again later,
-elsewhere, without the model.
+Everything is read from ``plan.json`` and ``journal.jsonl``, so that a report can be made again
+later, elsewhere, without the model.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def introduction(plan: OperatorPlan) -> list[str]:
         + ", ".join(
             str(here[key]) for key in ("cuda", "machine", "cpu") if here.get(key) is not None
         )
-        + f", {here.get('threads', '?')} threads, torch {here.get('torch', '?')}. Elsewhere, search "
-        "again: which format is faster is a property of the machine.",
+        + f", {here.get('threads', '?')} threads, torch {here.get('torch', '?')}. Elsewhere, "
+        "search again: which format is faster is a property of the machine.",
     ]
     cost = about.get("cost")
     if cost:
@@ -115,8 +115,8 @@ def contenders(plan: OperatorPlan) -> Table:
         f"{name} was not tried: {why}." for name, why in plan.about.get("not_tried", {}).items()
     ]
     notes.append(
-        "Steps of the training, in turns, medians; speed is that of float32's steps over its own, ± two standard errors. "
-        "Saved: what autograd keeps for the backward pass, reckoned."
+        "Steps of the training, in turns, medians. Speed: float32's step over its own, ± two "
+        "standard errors. Saved: what autograd keeps for the backward pass, reckoned."
     )
     columns = ["steps under", "step", "speed", "to autocast", "rounds", "saved", "to fp32"]
     return Table("Whole training steps", columns, rows, notes)
