@@ -190,7 +190,9 @@ def mlp() -> nn.Module:
     """Four wide layers."""
     sizes = [256, 1024, 1024, 1024]
     layers = [
-        part for a, b in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())
+        part
+        for a, b in zip(sizes, sizes[1:], strict=False)
+        for part in (nn.Linear(a, b), nn.ReLU())
     ]
     return nn.Sequential(*layers, nn.Linear(1024, 10))
 
