@@ -5,7 +5,7 @@
 
 Parts, each in a process of its own: ``search`` finds the plan while a network trains; ``time`` lets
 all methods take turns, step by step; ``memory`` has a process for each method; ``loss`` trains each
-method from several seeds and evaluates in float32. ``found`` is what the search decided; that may be
+method from several seeds and evaluates in float32. ``found`` is what the search decided; it may be
 "keep float32" or "keep autocast". Results are added to those in the output file, so that parts can
 be measured one after the other; the tables show what is there.
 """
@@ -400,7 +400,7 @@ def main() -> None:
     say_kept(kept, console)
     console.print(
         f"torch {report['torch']}, {report['cpu']}, {report['threads']} threads. Methods take "
-        "turns; medians; ratios within rounds, above 1 is faster; noise of × fp32: two standard errors. "
+        "turns; medians; ratios within rounds, above 1 is faster; noise: two standard errors. "
         "Peak: by how much a process of its own grows in a step; saved: what autograd keeps. Loss: "
         "in float32, a number for each seed."
     )

@@ -20,7 +20,7 @@ FLOORS = [
     {"gradients", "operators", "parameters", "inputs"},
     {"costmodel", "report"},
     {"demo", "search"},
-    {"doctor"},
+    {"doctor", "cli_plan", "cli_search"},
     {"cli"},
 ]
 ALSO = {("rounding", "codec"), ("matmul", "codec"), ("nn", "ledger"), ("collectives", "ledger")}

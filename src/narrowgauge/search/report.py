@@ -7,7 +7,7 @@ later, elsewhere, without the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from narrowgauge.report import Figure, Table, bytes_text, write_html
 from narrowgauge.search.picture import network
 
 _NONE = "–"
+_SHOWN = 20  # kinds of operators, in the terminal
 _WHOLE = {
     "fp32": "keep float32",
     "autocast": "keep torch.autocast",
@@ -124,39 +125,40 @@ def contenders(plan: OperatorPlan) -> Table:
 
 def operators(plan: OperatorPlan) -> Table:
     """Each operator: times, casts, gradient error, and why it has its format."""
-    timed = list(dict.fromkeys(f for e in plan.evidence.values() for f in e.get("seconds", {})))
-    narrow = list(dict.fromkeys(f for e in plan.evidence.values() for f in e.get("signals", {})))
-    rows = []
-    for name, format in plan.formats.items():
-        evidence = plan.evidence.get(name, {})
-        seconds = evidence.get("seconds", {})
-        signals = evidence.get("signals", {})
-        rows.append(
-            [
-                name,
-                format,
-                *(_milliseconds(seconds.get(f)) for f in timed),
-                *([_milliseconds(_dearest(evidence.get("casts", {})))] if timed else []),
-                *(_share(signals.get(f, {}).get("gradient_error")) for f in narrow),
-                str(evidence.get("reason", "")),
-            ]
-        )
+    columns, every = _times_and_errors(plan)
+    rows = [
+        [name, format, *every(name), str(plan.evidence.get(name, {}).get("reason", ""))]
+        for name, format in plan.formats.items()
+    ]
     notes = [
         "Gradient error: by how much of its length this operator alone, or with those of equal "
         "signature, turns the gradient of all parameters, judged in float32."
     ]
-    if timed:
+    if any(_most(plan, name) for name in plan.names):
         notes.insert(
             0, "Milliseconds forward and backward, alone. Casts: of all that it hands on, and back."
         )
-    columns = [
-        *("operator", "format"),
-        *(f"{format} ms" for format in timed),
-        *(["casts ms"] if timed else []),
-        *(f"gradient error, {format}" for format in narrow),
-        "why",
-    ]
-    return Table("Operators", columns, rows, notes)
+    return Table("Operators", ["operator", "format", *columns, "why"], rows, notes)
+
+
+def alike(plan: OperatorPlan) -> Table:
+    """Operators of one signature and format in a row, the dearest first: for the terminal."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, format in plan.formats.items():
+        groups.setdefault((plan.signatures.get(name, name), format), []).append(name)
+    columns, every = _times_and_errors(plan)
+    rows = []
+    for (_, format), names in groups.items():
+        label = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        rows.append((len(names) * _most(plan, names[0]), [label, format, *every(names[0])]))
+    rows.sort(key=lambda row: -row[0])
+    left = len(rows) - _SHOWN
+    return Table(
+        f"{len(plan)} operators, those of one kind in a row",
+        ["operator", "format", *columns],
+        [row for _, row in rows[:_SHOWN]],
+        [f"And {left} more kinds, which take less time; all are in the report."] * (left > 0),
+    )
 
 
 def casts(plan: OperatorPlan) -> Table:
@@ -197,13 +199,37 @@ def training(events: Sequence[Mapping[str, Any]]) -> Table:
     return Table("The training it rode on", columns, rows)
 
 
+def _times_and_errors(plan: OperatorPlan) -> tuple[list[str], Callable[[str], list[str]]]:
+    """Columns that the plan has evidence for, and a function that gives an operator's cells."""
+    found = list(plan.evidence.values())
+    timed = list(dict.fromkeys(f for e in found for f in e.get("seconds", {})))
+    narrow = list(dict.fromkeys(f for e in found for f in e.get("signals", {})))
+
+    def cells(name: str) -> list[str]:
+        evidence = plan.evidence.get(name, {})
+        seconds, signals = evidence.get("seconds", {}), evidence.get("signals", {})
+        casts = evidence.get("casts", {}).values()
+        return [
+            *(_milliseconds(seconds.get(format)) for format in timed),
+            *([_milliseconds(max(casts, default=None))] if timed else []),
+            *(_share(signals.get(format, {}).get("gradient_error")) for format in narrow),
+        ]
+
+    return [
+        *(f"{format} ms" for format in timed),
+        *(["casts ms"] if timed else []),
+        *(f"gradient error, {format}" for format in narrow),
+    ], cells
+
+
+def _most(plan: OperatorPlan, name: str) -> float:
+    seconds = plan.evidence.get(name, {}).get("seconds", {})
+    return max(seconds.values(), default=0.0)
+
+
 def _cast_points(plan: OperatorPlan) -> dict[str, dict[int, float]]:
     points: Mapping[str, Sequence[Sequence[float]]] = plan.about.get("casts", {})
     return {name: {int(size): value for size, value in row} for name, row in points.items()}
-
-
-def _dearest(casts: Mapping[str, float]) -> float | None:
-    return max(casts.values(), default=None)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The command ``narrowgauge search``; ``cli`` takes it up."""
+"""``narrowgauge search``: the operator plan of a training that a file describes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from rich.console import Console
 from rich.text import Text
 
 from narrowgauge.search.loop import SearchStoppedError, first_rank, run
-from narrowgauge.search.report import contenders, introduction, write_report
+from narrowgauge.search.report import alike, contenders, introduction, write_report
 from narrowgauge.search.script import ScriptError, load
+
+HELP = """Find which operators may compute in a narrow format, while the model trains.
+
+The function takes nothing and returns a dict:
+
+- "model", "optimizer" (of its parameters),
+- "loss", called as loss(model, batch),
+- "batches", a list or DataLoader, one epoch each time,
+- to judge an epoch by: "held_out", batches, or "evaluate", a function; the lower, the better.
+
+Ctrl-C keeps what was found: the same command goes on. In the workdir lie then plan.json,
+report.html, network.png, and snapshot.pt with the trained model and its optimizer.
+"""
 
 
 def search(
@@ -32,15 +45,7 @@ def search(
         Path | None, typer.Option(help="Where to write the plan as well, beside the workdir.")
     ] = None,
 ) -> None:
-    """Find which operators may compute in a narrow format, while the model trains.
-
-    The function takes nothing and returns a dict: "model"; "optimizer", of its parameters; "loss",
-    called as loss(model, batch); "batches", a list or DataLoader, one epoch each time. And, to
-    judge an epoch by, "held_out" (batches) or "evaluate" (a function; the lower, the better).
-
-    Ctrl-C keeps what was found: the same command goes on. In the workdir lie then plan.json,
-    report.html, network.png, and snapshot.pt with the trained model and its optimizer.
-    """
+    """Find which operators may compute in a narrow format, while the model trains."""
     console = Console()
     names = [name.strip() for name in formats.split(",") if name.strip()]
     try:
@@ -61,6 +66,7 @@ def search(
         _fail(str(stopped), 130 if stopped.interrupted else 1)
     except (ScriptError, ValueError, TypeError, OSError) as error:
         _fail(str(error), 2)
+    console.print(alike(plan).rich())
     if plan.about.get("contenders"):
         console.print(contenders(plan).rich())
     for sentence in introduction(plan):
