@@ -13,18 +13,19 @@ from narrowgauge.search.loop import SearchStoppedError, first_rank, run
 from narrowgauge.search.report import alike, contenders, introduction, write_report
 from narrowgauge.search.script import ScriptError, load
 
-HELP = """Find which operators may compute in a narrow format, while the model trains.
-
-The function takes nothing and returns a dict:
-
-- "model", "optimizer" (of its parameters),
-- "loss", called as loss(model, batch),
-- "batches", a list or DataLoader, one epoch each time,
-- to judge an epoch by: "held_out", batches, or "evaluate", a function; the lower, the better.
-
-Ctrl-C keeps what was found: the same command goes on. In the workdir lie then plan.json,
-report.html, network.png, and snapshot.pt with the trained model and its optimizer.
-"""
+HELP = "\n\n".join(
+    (  # one line each: they are broken as the terminal is wide
+        "Find which operators may compute in a narrow format, while the model trains.",
+        "The function takes nothing and returns a dict:",
+        '- "model", and "optimizer", of its parameters',
+        '- "loss", called as loss(model, batch)',
+        '- "batches", a list or DataLoader, one epoch each time',
+        '- to judge an epoch by: "held_out" (batches), or "evaluate" (a function; the lower, the '
+        "better)",
+        "Ctrl-C keeps what was found: the same command goes on. In the workdir lie then plan.json, "
+        "report.html, network.png, and snapshot.pt with the trained model and its optimizer.",
+    )
+)
 
 
 def search(
