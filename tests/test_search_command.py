@@ -183,7 +183,7 @@ def test_an_interrupted_search_goes_on_to_a_plan_and_its_report(tmp_path: Path) 
     page = write_report(tmp_path).read_text(encoding="utf-8")
     for name in plan.names:
         assert name.replace("'", "&#x27;") in page
-    assert "gradient error, e4m3/e5m2" in page
+    assert "error e4m3/e5m2" in page
     assert "Whole training steps" not in page  # nothing was timed
     assert 'src="http' not in page
     assert matplotlib.image.imread(tmp_path / "network.png").shape[0] > 200

@@ -131,7 +131,7 @@ def operators(plan: OperatorPlan) -> Table:
         for name, format in plan.formats.items()
     ]
     notes = [
-        "Gradient error: by how much of its length this operator alone, or with those of equal "
+        "Error: by how much of its length this operator alone, or with those of equal "
         "signature, turns the gradient of all parameters, judged in float32."
     ]
     if any(_most(plan, name) for name in plan.names):
@@ -149,7 +149,8 @@ def alike(plan: OperatorPlan) -> Table:
     columns, every = _times_and_errors(plan)
     rows = []
     for (_, format), names in groups.items():
-        label = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        label = names[0] if len(names[0]) < 30 else f"…{names[0][-28:]}"
+        label += f" and {len(names) - 1} more" if len(names) > 1 else ""
         rows.append((len(names) * _most(plan, names[0]), [label, format, *every(names[0])]))
     rows.sort(key=lambda row: -row[0])
     left = len(rows) - _SHOWN
@@ -218,7 +219,7 @@ def _times_and_errors(plan: OperatorPlan) -> tuple[list[str], Callable[[str], li
     return [
         *(f"{format} ms" for format in timed),
         *(["casts ms"] if timed else []),
-        *(f"gradient error, {format}" for format in narrow),
+        *(f"error {format}" for format in narrow),
     ], cells
 
 
