@@ -109,7 +109,7 @@ def _detach(mode: modes.PlanMode) -> None:
     if mode in modes._entered:  # by a forward that was interrupted, or is running
         modes._entered.remove(mode)
         if torch.overrides._get_current_function_mode() is mode:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)
     _give_up(mode)
     mode.release()
 
