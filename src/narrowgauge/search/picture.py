@@ -73,8 +73,9 @@ def network(plan: OperatorPlan) -> Figure:
             _arc(axes, left + _CELL, source, target, palette[formats[names[target]]])
         if timed:
             _bars(axes, plan, width - _BARS, palette, text)
-        for column, (name, colour) in enumerate(palette.items()):
-            _legend(axes, column, name, colour, text)
+        x = 0.0
+        for name, colour in palette.items():
+            x = _legend(axes, x, name, colour, text)
 
     return figure(draw, caption, size=(width + 0.2, height), dpi=min(120, int(_PIXELS / height)))
 
@@ -193,12 +194,13 @@ def _bars(axes: Axes, plan: OperatorPlan, left: float, palette: dict[str, str], 
             axes.text(end, row, f"{own * 1e3:.2g}", fontsize=6.5, va="center", color=text)
 
 
-def _legend(axes: Axes, column: int, name: str, colour: str, text: str) -> None:
+def _legend(axes: Axes, x: float, name: str, colour: str, text: str) -> float:
+    """One format; where the next one begins."""
     from matplotlib.patches import Rectangle
 
-    x = column * 1.1
     axes.add_patch(Rectangle((x, -2.9), 0.25, 0.84, facecolor=colour, edgecolor="none"))
     axes.text(x + 0.32, -2.5, name, fontsize=8, va="center", color=text)
+    return x + 0.6 + 0.09 * len(name)
 
 
 def _short(text: str, most: int) -> str:
