@@ -241,6 +241,16 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         assert words in ended.output
 
 
+def test_ctrl_c_is_one_sentence(tmp_path: Path) -> None:
+    where = script(tmp_path, "parts['batches'] = type('B', (list,), {'__iter__': stopping})()")
+    path = tmp_path / "train.py"
+    path.write_text("def stopping(batches):\n    raise KeyboardInterrupt\n" + path.read_text())
+    ended = CliRunner().invoke(app, ["search", where, "--workdir", str(tmp_path / "w")])
+    assert ended.exit_code == 130
+    assert "stopped in epoch 1; what was found is kept" in ended.output
+    assert "Traceback" not in ended.output
+
+
 def planned() -> OperatorPlan:
     """A plan as a search writes it, by hand: one narrow operator, in the middle of others."""
     names = ["a::linear#0", "a::relu_#0", "b.c::matmul#0", "::cross_entropy#0"]
