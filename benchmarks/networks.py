@@ -190,11 +190,7 @@ class Network:
 def mlp() -> nn.Module:
     """Four wide layers."""
     sizes = [256, 1024, 1024, 1024]
-    layers = [
-        part
-        for a, b in itertools.pairwise(sizes)
-        for part in (nn.Linear(a, b), nn.ReLU())
-    ]
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(1024, 10))
 
 
