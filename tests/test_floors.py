@@ -20,7 +20,7 @@ FLOORS = [
     {"gradients", "operators", "parameters", "inputs"},
     {"costmodel", "report"},
     {"demo"},
-    {"doctor"},
+    {"doctor", "cli_plan"},
     {"cli"},
 ]
 ALSO = {("rounding", "codec"), ("matmul", "codec"), ("nn", "ledger"), ("collectives", "ledger")}

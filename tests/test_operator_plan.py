@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +80,7 @@ def test_names_are_taken_apart_as_they_were_made(path: str, operator: str, call:
 
 @pytest.mark.parametrize("name", ["", "fc", "fc::linear", "fc::#0", "fc::linear#", "fc::linear#x"])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no name of an operator; one reads module.path::operator"):
+    with pytest.raises(ValueError, match=r"no name of an operator; one reads module\.path::op"):
         OperatorPlan({name: "fp32"})
 
 
@@ -116,15 +119,16 @@ def test_a_call_tells_what_it_was_given_and_what_it_keeps(
 
 def test_equal_calls_have_equal_signatures_and_others_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    first, second, third, *_ = recorded(model, X.clone().requires_grad_())
+    x = X.clone().requires_grad_() * 1  # a result, as the inputs of the later layers are
+    first, second, third, *_ = recorded(model, x)
     assert first.signature == second.signature != third.signature
-    column_major, *_ = recorded(model, torch.randn(4, 2).t().requires_grad_())
+    column_major, *_ = recorded(model, torch.randn(4, 2).requires_grad_().t())
     assert column_major.signature != first.signature
 
 
 def test_arguments_are_kept_for_the_first_call_of_each_signature() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = X.clone().requires_grad_()
+    x = X.clone().requires_grad_() * 1
     calls = record_operators(model, lambda: model(x), keep_arguments=True).calls
     (x_given, weight, _), _ = calls[0].arguments or pytest.fail("no arguments")
     assert torch.equal(x_given, X)
@@ -188,9 +192,10 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
-def broken(change: object) -> str:
+def broken(change: Callable[[Any], object]) -> str:
     data = json.loads(json.dumps(OperatorPlan({"::add#0": "bf16", "::mul#0": "fp32"})._as_json()))
-    return json.dumps(change(data) or data)  # type: ignore[operator]
+    change(data)
+    return json.dumps(data)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def broken(change: object) -> str:
         ("{", "is no operator plan: not JSON"),
         ("[1]", 'is no operator plan: it lacks "kind"'),
         (broken(lambda d: d.update(version=99)), "of version 99; this narrowgauge reads version 1"),
-        (broken(lambda d: d.pop("default") and None), "no whole operator plan: 'default' is miss"),
+        (broken(lambda d: d.pop("default")), "no whole operator plan: 'default' is miss"),
         (broken(lambda d: d["operators"].pop()), "operators were added or removed by hand"),
         (
             broken(lambda d: d["operators"][0].update(format="bf61")),
@@ -297,7 +302,7 @@ def test_a_module_that_the_model_lacks_is_an_error_at_once(
     plan = OperatorPlan.uniform(residual[1], "bf16")
     with pytest.raises(
         OperatorMismatch,
-        match=r"plan names 'fc::linear#0', which the model lacks.*no module 'fc' \(did you mean 'fcc",
+        match=r"plan names 'fc::linear#0', which the model lacks.*no module 'fc' \(did you mean",
     ):
         plan.attach(Renamed())
 
@@ -347,12 +352,14 @@ def test_changing_control_flow_is_allowed_by_name_and_warned_of_once() -> None:
     recording = recorded(model, X)
     plan = OperatorPlan.uniform(recording, "bf16")
     model.extra = True
-    with plan.applied(model, mismatch="warn"), pytest.warns(UserWarning) as caught:
+    with plan.applied(model, mismatch="warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model(X).sum()
         assert model(X).dtype == torch.bfloat16  # tanh follows the default, promote
-    assert len(caught) == 1
-    assert "calls '::tanh#0', which the plan lacks" in str(caught[0].message)
-    assert "follow the plan's default, promote" in str(caught[0].message)
+    assert [str(warning.message) for warning in caught] == [
+        "the plan does not fit the model: the model calls '::tanh#0', which the plan lacks. "
+        "They follow the plan's default, promote"
+    ]
     merged = OperatorPlan.uniform(recorded(model, X), "fp32").merge(plan)
     with merged.applied(model, mismatch="ignore"):
         assert model(X).dtype == torch.float32
@@ -374,13 +381,13 @@ def test_in_evaluation_operators_of_training_may_be_missing() -> None:
 
 def test_arguments_of_applied_are_checked() -> None:
     plan = OperatorPlan({})
-    with pytest.raises(TypeError, match="model is int; it must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"model is int; it must be a torch\.nn\.Module"):
         plan.applied(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mismatch is 'raise'; allowed: 'error', 'warn', 'ignore'"):
         plan.attach(Residual(), mismatch="raise")
     with pytest.raises(TypeError, match=r"operators is .*record_operators"):
         OperatorPlan.uniform(Residual(), "fp32")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="torch.autocast knows 'bf16' and 'fp16'"):
+    with pytest.raises(ValueError, match=r"torch\.autocast knows 'bf16' and 'fp16'"):
         OperatorPlan.from_autocast_rules([], "fp32")
     with pytest.raises(ValueError, match="device is 'tpu'; allowed: 'cpu', 'cuda'"):
         OperatorPlan.from_autocast_rules([], "bf16", "tpu")
@@ -406,8 +413,9 @@ def test_the_list_for_cpus_is_that_of_this_torch() -> None:
             except RuntimeError:  # no such operator in torch
                 continue
     composite = {  # made of others inside torch, or of another name there
-        *["einsum", "multi_dot", "chain_matmul", "tensordot", "inner", "grid_sample", "max_unpool1d", "inv"],
-        *["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"],
+        *["einsum", "multi_dot", "chain_matmul", "tensordot", "inner", "grid_sample", "inverse"],
+        *["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell"],
+        *["rnn_relu_cell", "max_unpool1d"],
     }
     assert known - (low | wide) == set()
-    assert (low | wide) - known <= composite | {"quantile", "nanquantile", "svdvals", "lstsq"}
+    assert (low | wide) - known <= composite | {"conv_transpose2d", "conv_transpose3d", "ctc_loss"}

@@ -95,16 +95,23 @@ class Attached:
         if self._here:
             self._here = False
             if self._mode.rules is not None:
-                _give_up(self._mode)
-                self._mode.release()
+                _detach(self._mode)
 
 
 def detach(model: nn.Module) -> None:
     """Remove the plan that is attached to a model, if there is one."""
     mode = modes.mode_of(unwrapped(model))
     if mode.rules is not None and not mode.everywhere:
-        _give_up(mode)
-        mode.release()
+        _detach(mode)
+
+
+def _detach(mode: modes.PlanMode) -> None:
+    if mode in modes._entered:  # by a forward that was interrupted, or is running
+        modes._entered.remove(mode)
+        if torch.overrides._get_current_function_mode() is mode:
+            mode.__exit__(None, None, None)
+    _give_up(mode)
+    mode.release()
 
 
 def _mode_for(plan: OperatorPlan, model: nn.Module, mismatch: str) -> modes.PlanMode:
@@ -127,7 +134,7 @@ def _mode_for(plan: OperatorPlan, model: nn.Module, mismatch: str) -> modes.Plan
         hints = [f"{path!r}{did_you_mean(path, paths)}" for path in gone[:4]]
         raise OperatorMismatch(
             f"{modes.mismatch_text([], lost, plan.names)}. The model has no module "
-            f"{', '.join(hints)}{' …' if len(gone) > 4 else ''}"
+            f"{', '.join(hints)}{' …' if len(gone) > 4 else ''}. {modes.ADVICE}"
         )
     follow_checkpoints()
     return modes.mode_of(model)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from narrowgauge.operators.recording import Recording
 
 MISMATCH = ("error", "warn", "ignore")
+ADVICE = (
+    "Record the model's operators again; or, if its control flow changes from call to call, pass "
+    'mismatch="warn"'
+)
 
 
 class OperatorMismatch(ValueError):
@@ -125,8 +129,11 @@ class PlanMode(TorchFunctionMode):
                 handle.remove()
             self._handles = []
 
-    def begin(self, path: str) -> None:
-        """A module of the model is called from outside; names count anew below its path."""
+    def begin(self, path: str, again: bool = False) -> None:
+        """A module of the model is called from outside; names count anew below its path.
+
+        ``again``: the forward before was interrupted, and did not leave the mode.
+        """
         below = f"{path}."
         self.counts = {
             key: count
@@ -136,6 +143,8 @@ class PlanMode(TorchFunctionMode):
         self.path = []
         self.casts = {}
         self.differentiates = torch.is_grad_enabled()
+        if again:
+            return
         if not self.everywhere:
             self.__enter__()  # type: ignore[no-untyped-call]
         _entered.append(self)
@@ -170,15 +179,16 @@ class PlanMode(TorchFunctionMode):
     def report(self, appeared: list[str], vanished: list[str]) -> None:
         """Raise or warn, as ``mismatch`` says."""
         assert self.rules is not None
-        text = mismatch_text(appeared, vanished, self.rules.names)
         if self.mismatch == "error":
-            raise OperatorMismatch(text)
+            raise OperatorMismatch(
+                f"{mismatch_text(appeared, vanished, self.rules.names)}. {ADVICE}"
+            )
         new = [name for name in appeared if name not in self.warned]
         if new:
             self.warned.update(new)
             warnings.warn(
-                f"{mismatch_text(new, [], self.rules.names)} They follow the plan's "
-                f"default, {self.rules.default.name}",
+                f"{mismatch_text(new, [], self.rules.names)}. They follow the plan's default, "
+                f"{self.rules.default.name}",
                 stacklevel=4,
             )
 
@@ -306,8 +316,10 @@ def modes_on(module: nn.Module) -> list[PlanMode]:
 def _entering(mode: PlanMode, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
     if mode.rules is None:
         return
-    if not mode.path or (not path and _interrupted(module)):
+    if not mode.path:
         mode.begin(path)
+    elif not path and _interrupted(module):
+        mode.begin(path, again=True)
     mode.path.append(path)
 
 
@@ -368,10 +380,7 @@ def mismatch_text(appeared: list[str], vanished: list[str], known: Sequence[str]
     if vanished:
         named = [f"{name!r}{did_you_mean(name, appeared)}" for name in vanished[:8]]
         parts.append(f"the plan names {_listed(named, len(vanished))}, which the model lacks")
-    return (
-        f"the plan does not fit the model: {'; and '.join(parts)}. Record the model's operators "
-        'again; or, if its control flow changes from call to call, pass mismatch="warn"'
-    )
+    return f"the plan does not fit the model: {'; and '.join(parts)}"
 
 
 def _listed(named: list[str], count: int) -> str:

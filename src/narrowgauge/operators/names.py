@@ -74,5 +74,5 @@ def split_name(name: str) -> tuple[str, str, int]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'a' or 'b'?)``, or nothing if no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.7)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

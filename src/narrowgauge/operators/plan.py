@@ -23,7 +23,7 @@ from narrowgauge.formats import FormatLike
 from narrowgauge.operators.applying import Applied, Attached
 from narrowgauge.operators.autocast import DEVICES, autocast_format
 from narrowgauge.operators.compute import NATIVE, PROMOTE, Compute, compute_of
-from narrowgauge.operators.mode import OperatorMismatch, Rules, mismatch_text
+from narrowgauge.operators.mode import ADVICE, OperatorMismatch, Rules, mismatch_text
 from narrowgauge.operators.names import did_you_mean, split_name
 from narrowgauge.operators.recording import OperatorCall, Recording
 
@@ -301,7 +301,7 @@ class OperatorPlan:
         appeared = [name for name in names if name not in self._computes]
         vanished = [name for name in self._computes if name not in set(names)]
         if appeared or vanished:
-            raise OperatorMismatch(mismatch_text(appeared, vanished, list(self._computes)))
+            raise OperatorMismatch(f"{mismatch_text(appeared, vanished, self.names)}. {ADVICE}")
 
     def rules(self) -> Rules:
         """The plan as it is read at every call."""

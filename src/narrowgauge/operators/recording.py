@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from narrowgauge.operators.compute import Cast, Compute, run
 from narrowgauge.operators.functions import Function
-from narrowgauge.operators.names import split_name
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,12 @@ class Recording:
         if self.keep_arguments and signature not in self._signatures:
             arguments = _detached(args), _detached(kwargs)
         self._signatures.add(signature)
-        saved: list[Tensor] = []
+        saved: dict[int, Operand] = {}
 
         def keep(x: Tensor) -> Tensor:
-            saved.append(x)
-            return x
+            operand = self._operand(x)
+            saved[operand.storage] = operand
+            return x.detach()  # itself, if a result, would be a cycle that is never freed
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = run(compute, operator, function, args, kwargs, cast)
@@ -187,7 +187,7 @@ class Recording:
                 signature,
                 operands,
                 tuple(self._operand(x) for x in outputs),
-                tuple({o.storage: o for o in map(self._operand, saved)}.values()),
+                tuple(saved.values()),
                 inside,
                 compute.name,
                 function,
@@ -335,8 +335,3 @@ def _detached(value: Any) -> Any:
 
 def _padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(args[2] if len(args) > 2 else kwargs.get("mode", "constant"))
-
-
-def operator_of(name: str) -> str:
-    """The operator in a name."""
-    return split_name(name)[1]

@@ -1,0 +1,101 @@
+"""``narrowgauge plan``: what an operator plan says, how two differ, and why a format was chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from narrowgauge.operators.names import did_you_mean, split_name
+from narrowgauge.operators.plan import OperatorPlan
+from narrowgauge.report import Table
+
+app = typer.Typer(help="Show and compare operator plans.", no_args_is_help=True)
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(help="A file of OperatorPlan.save.")]) -> None:
+    """List a plan's operators, those of one signature and format in one row."""
+    plan = _load(path)
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, format in plan.formats.items():
+        evidence = _text(plan.evidence.get(name))
+        signature = plan.signatures.get(name, split_name(name)[1])
+        groups.setdefault((signature, format, evidence), []).append(name)
+    rows = [
+        [names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *key]
+        for key, names in groups.items()
+    ]
+    columns = ["operators", "signature", "format", "evidence"]
+    notes = [f"Operators that are not named: {plan.default}. Fingerprint: {plan.fingerprint}."]
+    Console().print(Table(f"{len(plan)} operators", columns, rows, notes).rich())
+    if plan.about:
+        Console().print(Text(_text(plan.about)), soft_wrap=True)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+) -> None:
+    """List operators whose formats differ; exit code 1 if there are any."""
+    a, b = _load(first).formats, _load(second).formats
+    rows = [
+        [name, a.get(name, "–"), b.get(name, "–")]
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    ]
+    if not rows:
+        Console().print("The plans give all operators the same formats.")
+        return
+    Console().print(Table("Differences", ["operator", str(first), str(second)], rows).rich())
+    raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(help="An operator, such as layers.0.attn::softmax#0.")],
+    path: Annotated[Path, typer.Argument(help="A plan.")],
+) -> None:
+    """Say what one operator was given, its format, and why."""
+    plan = _load(path)
+    if name not in plan.formats:
+        _fail(f"{path} has no operator {name!r}{did_you_mean(name, plan.names)}")
+    rows = [
+        ["format", plan.formats[name]],
+        ["called", "outside the model" if name in plan.outside else "by the model"],
+        ["signature", plan.signatures.get(name, "not recorded")],
+    ]
+    evidence = plan.evidence.get(name)
+    if isinstance(evidence, dict):
+        rows += [[key, _text(value)] for key, value in evidence.items()]
+    else:
+        rows.append(["evidence", _text(evidence) or "none"])
+    rows.append(["measured on", _text(plan.environment)])
+    Console().print(Table(name, ["what", "is"], rows).rich())
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _load(path: Path) -> OperatorPlan:
+    try:
+        return OperatorPlan.load(path)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(Text(message), soft_wrap=True)
+    raise typer.Exit(2)
