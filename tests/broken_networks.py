@@ -97,6 +97,7 @@ class Case:
     batch: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     broken_in: str  # the format that breaks it everywhere at once
+    culprits: frozenset[str]  # the operators by which it does
 
     def model(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -117,8 +118,20 @@ class Case:
 
 
 CASES = {
-    "large mean": Case(LargeMean, clusters(1000.0), F.cross_entropy, "bf16"),
-    "folded norm": Case(FoldedNorm, clusters(1000.0), F.cross_entropy, "bf16"),
-    "squared activation": Case(SquaredActivation, clusters(0.0), F.cross_entropy, "fp16"),
-    "small differences": Case(SmallDifferences, offsets, small_differences_loss, "bf16"),
+    "large mean": Case(
+        LargeMean, clusters(1000.0), F.cross_entropy, "bf16", frozenset({"::sub#0"})
+    ),
+    "folded norm": Case(
+        FoldedNorm, clusters(1000.0), F.cross_entropy, "bf16", frozenset({"normalise::linear#0"})
+    ),
+    "squared activation": Case(
+        SquaredActivation,
+        clusters(0.0),
+        F.cross_entropy,
+        "fp16",
+        frozenset({"::mul#0", "second::linear#0"}),
+    ),
+    "small differences": Case(
+        SmallDifferences, offsets, small_differences_loss, "bf16", frozenset({"::add#0", "::sub#0"})
+    ),
 }

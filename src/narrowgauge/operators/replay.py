@@ -66,8 +66,6 @@ class StepTape(TorchFunctionMode):
     Args:
         model: called in the step; DistributedDataParallel is known.
         optimizer: whose ``step`` belongs to the step.
-        before_backward: called when the loss is known and ``backward`` is about to begin, with
-            parameters as the forward pass saw them; the place for :meth:`gradients`.
 
     Attributes:
         loss: its value, once ``backward`` is reached.
@@ -75,17 +73,11 @@ class StepTape(TorchFunctionMode):
         scaled: whether GradScaler looked at the gradients; without a step it found an overflow.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        before_backward: Callable[[StepTape], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self._model = model
         self._inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizer = optimizer
-        self._before_backward = before_backward
         self._calls: list[_Call] = []
         self._slots: dict[int, _Slot] = {}
         self._alive: list[Tensor] = []  # an id is a name only while its tensor lives
@@ -160,9 +152,6 @@ class StepTape(TorchFunctionMode):
             self.loss = float(args[0].detach())
         self._inside += 1
         try:
-            if first and self._before_backward is not None:
-                with torch.enable_grad():
-                    self._before_backward(self)
             # Autocast, if a contender runs under it, is for the forward pass only.
             with _no_autocast():
                 torch.Tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -237,30 +226,31 @@ class StepTape(TorchFunctionMode):
     def gradients(
         self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> tuple[float, list[Tensor | None]]:
-        """The loss and gradients of this step once more; nothing of the training is changed.
+        """Loss and gradients once more, of the parameters as they are now; nothing is changed.
 
         Args:
             around: makes a context for the forward pass, such as a plan's.
 
         Returns:
-            The loss, and the gradient of each parameter of the model that requires one (its own,
-            under DDP not averaged), ``None`` where the loss does not depend on it.
+            The loss, and the gradient of each of :attr:`parameters` (its own, under DDP not
+            averaged), ``None`` where the loss does not depend on it.
 
         Raises:
-            ReplayError: the step did not reach ``backward``, or cannot be made again.
+            ReplayError: the step called no ``backward``, or cannot be made again.
         """
-        if self._loss is None:
-            raise ReplayError("the step has not reached loss.backward(), so it cannot be repeated")
-        parameters = self.parameters
+        self.check()
         with self._as_it_began():
             values: dict[_Slot, Any] = {}
-            with around():
-                for call in self._calls:  # backward is not among them yet
+            with around(), torch.enable_grad():
+                for call in self._of_the_step():
+                    if call.function is torch.Tensor.backward:
+                        break
                     if call.function not in _GRADIENT:
                         self._make(call, values, self._inner)
+            assert self._loss is not None
             loss = values[self._loss]
             with _no_autocast():
-                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+                found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return loss.detach().float().item(), list(found)
 
     def step_again(
@@ -276,8 +266,7 @@ class StepTape(TorchFunctionMode):
         Returns:
             The loss.
         """
-        if self._loss is None:
-            raise ReplayError("the step did not reach loss.backward(), so it cannot be repeated")
+        self.check()
         values: dict[_Slot, Any] = {}
         with _random_from(self._random), contextlib.ExitStack() as forward:
             forward.enter_context(around())
@@ -285,6 +274,7 @@ class StepTape(TorchFunctionMode):
                 if call.function is torch.Tensor.backward:
                     forward.close()  # the format of operators is the forward pass's business
                 self._make(call, values, self._model)
+        assert self._loss is not None
         return float(values[self._loss].detach().float())
 
     def _of_the_step(self) -> list[_Call]:

@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.collectives.message import as_sent
 from narrowgauge.collectives.reduce import wire_format
 from narrowgauge.formats import FloatFormat, FormatLike, format_of
-from narrowgauge.operators.applying import Applied
 from narrowgauge.operators.compute import Compute, compute_of, run
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.recording import Recording, tensors_in
@@ -61,11 +60,11 @@ class Signal:
 
 
 class Judge:
-    """Judges sets of operators on one step, whose tape has just reached ``backward``.
+    """Judges sets of operators on one step, which is over.
 
     Args:
+        model: the model.
         tape: the step.
-        applied: the block in which the step is made; afterwards it follows its plan as before.
         plan: all operators in float32.
         formats: formats whose overflows and underflows are counted, for all operators at once.
 
@@ -79,16 +78,12 @@ class Judge:
     """
 
     def __init__(
-        self, tape: StepTape, applied: Applied, plan: OperatorPlan, formats: Sequence[str] = ()
+        self, model: nn.Module, tape: StepTape, plan: OperatorPlan, formats: Sequence[str] = ()
     ) -> None:
-        self._tape, self._applied, self._plan = tape, applied, plan
+        self._model, self._tape, self._plan = model, tape, plan
         watch = RangeWatch(formats)
         self._parameters = {p.untyped_storage().data_ptr() for p in tape.parameters}
-        applied.record(watch if formats else None)
-        try:
-            self.loss, self.gradients = self._made(plan)
-        finally:
-            applied.record(None)
+        self.loss, self.gradients = self._made(lambda: self._following(plan, watch))
         self.ranges = watch.counts
         self._norm = _norm(self.gradients)
         self.usable = math.isfinite(self.loss) and 0 < self._norm < math.inf
@@ -99,7 +94,8 @@ class Judge:
         Args:
             formats: format by operator name.
         """
-        loss, gradients = self._made(self._plan.with_formats(formats))
+        plan = self._plan.with_formats(formats)
+        loss, gradients = self._made(lambda: self._following(plan))
         counts = [self.ranges.get((n, compute_of(f).name), (0, 0)) for n, f in formats.items()]
         return Signal(
             *self._compared(loss, gradients), sum(o for o, _ in counts), sum(u for _, u in counts)
@@ -107,7 +103,7 @@ class Judge:
 
     def autocast(self, dtype: torch.dtype, device: str) -> Signal:
         """What ``torch.autocast`` does to the step."""
-        loss, gradients = self._made(OperatorPlan({}), lambda: torch.autocast(device, dtype))
+        loss, gradients = self._made(lambda: torch.autocast(device, dtype))
         return Signal(*self._compared(loss, gradients))
 
     def _compared(self, loss: float, gradients: list[Tensor | None]) -> tuple[float, float]:
@@ -122,12 +118,15 @@ class Judge:
             change if math.isfinite(change) else math.inf,
         )
 
+    def _following(
+        self, plan: OperatorPlan, recording: Recording | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        return plan.applied(self._model, mismatch="ignore", recording=recording)
+
     def _made(
-        self,
-        plan: OperatorPlan,
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        self, around: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> tuple[float, list[Tensor | None]]:
-        """Loss and gradients of the step under a plan; counts what is kept between."""
+        """Loss and gradients of the step in a context; counts what is kept between."""
         kept: dict[int, int] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -140,13 +139,9 @@ class Judge:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), around():
                 yield
 
-        before = self._applied.plan
-        self._applied.use(plan)
-        try:
-            return self._tape.gradients(forward)
-        finally:
-            self._applied.use(before)
-            self.saved_bytes = sum(n for p, n in kept.items() if p not in self._parameters)
+        found = self._tape.gradients(forward)
+        self.saved_bytes = sum(n for place, n in kept.items() if place not in self._parameters)
+        return found
 
 
 def _norm(tensors: Sequence[Tensor | None]) -> float:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.replay import Shadow, StepTape
-from narrowgauge.operators.search.contenders import following
+from narrowgauge.operators.search.contenders import following, harm_of
+from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
 
 _COMPARED = 10  # ranks compare every so many steps
@@ -32,16 +32,16 @@ class Outcome:
         passed: whether the winner kept up.
         reason: a sentence.
         steps: that were compared.
-        evaluation: of the winner.
-        float32: the evaluation of float32.
+        evaluation: of the winner, unless it failed before.
+        float32: the evaluation of float32, unless it failed before.
         band: how much worse the winner's could be.
     """
 
     passed: bool
     reason: str
     steps: int
-    evaluation: float
-    float32: float
+    evaluation: float | None
+    float32: float | None
     band: float
 
 
@@ -50,33 +50,36 @@ class Check:
 
     Args:
         setting: the training.
-        contender: the winner.
-        plan: its plan.
+        findings: what is known; whose winner it is.
         seed_band: see ``OperatorSearch``.
+
+    Attributes:
+        failure: why it ended before its time, if it did; there is no step to make then.
     """
 
-    def __init__(
-        self, setting: Setting, contender: str, plan: OperatorPlan, seed_band: float | None
-    ) -> None:
-        self._setting, self._contender, self._plan = setting, contender, plan
-        self._seed_band = seed_band
+    failure: Outcome | None = None
+
+    def __init__(self, setting: Setting, findings: Findings, seed_band: float | None) -> None:
+        self._setting, self._findings, self._seed_band = setting, findings, seed_band
+        self._winner = findings.winner
+        self._plan = findings.plan_of(self._winner)
+        self._formats = findings.contenders.formats[self._winner]
         self._shadow = Shadow(setting.model, setting.optimizer)
         self._low: list[float] = []
         self._exact: list[float] = []
-        self._skipped, self._failure = 0, ""
+        self._skipped = 0
+        self._tape: StepTape | None = None  # of the last step
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A step of the winner, and the same in float32."""
         setting, clock = self._setting, self._setting.clock
-        if self._failure:  # the shadow has taken over
-            yield
-            return
         begin = time.perf_counter()
         tape = StepTape(setting.model, setting.optimizer)
-        with following(setting, self._contender, self._plan), tape:
+        with following(setting, self._winner, self._plan), tape:
             yield
-        tape.check()
+        setting.ranks.together(tape.check)
+        self._tape = tape
         middle = time.perf_counter()
         with self._shadow.in_place():
             exact = tape.step_again()
@@ -85,13 +88,14 @@ class Check:
         self._exact.append(exact)
         self._skipped += tape.scaled and not tape.stepped
         reason = diverged(self._low, self._exact, self._skipped)
+        steps = len(self._low)
         if setting.ranks.count > 1:  # the ranks' losses differ, their decision must not
-            compared = len(self._low) % _COMPARED == 0
-            reasons = [r for r in setting.ranks.all(reason) if r] if compared else []
+            reasons = [r for r in setting.ranks.all(reason) if r] if steps % _COMPARED == 0 else []
             reason = reasons[0] if reasons else None
+        if steps & (steps - 1) == 0:  # 1, 2, 4, 8 …: harm may grow as the training goes on
+            reason = reason or self._harm(tape)
         if reason:
-            self._failure = reason
-            self._shadow.exchange()
+            self._fail(reason)
         clock.search += middle - begin + time.perf_counter() - end
 
     def end(self, evaluate: Callable[[], float]) -> tuple[Outcome, float]:
@@ -103,10 +107,14 @@ class Check:
         Returns:
             What was found, and the evaluation of what goes on.
         """
+        if self._tape is not None:
+            with self._setting.clock.overhead():
+                reason = self._harm(self._tape)
+            if reason:
+                self._fail(reason)
         value = evaluate()
-        if self._failure:
-            outcome = Outcome(False, self._failure, len(self._low), math.nan, value, 0.0)
-            return outcome, value
+        if self.failure is not None:
+            return self.failure, value
         with self._setting.clock.overhead(), self._shadow.in_place():
             exact = evaluate()
         band, how = self._setting.ranks.all(
@@ -118,6 +126,20 @@ class Check:
             self._shadow.exchange()
         outcome = Outcome(passed, reason, len(self._low), value, exact, band)
         return outcome, value if passed else exact
+
+    def _fail(self, reason: str) -> None:
+        """The shadow takes over."""
+        self._shadow.exchange()
+        self.failure = Outcome(False, reason, len(self._low), None, None, 0.0)
+
+    def _harm(self, tape: StepTape) -> str | None:
+        """What the winner does to a step of its epoch, if that is too much."""
+        setting, findings = self._setting, self._findings
+        judge = setting.judge(tape, findings.float32)
+        if judge is None:
+            return None
+        harm = harm_of(setting, findings, judge, self._winner, self._formats)
+        return f"in step {len(self._low)} of its epoch, {harm}" if harm else None
 
 
 def seed_band(

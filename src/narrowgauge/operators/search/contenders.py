@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge.operators.compute import NATIVE
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.recording import Recording
+from narrowgauge.operators.replay import StepTape
 from narrowgauge.operators.search import costs
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
@@ -65,23 +66,18 @@ class AutocastStep(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def measure_step(setting: Setting, findings: Findings) -> Iterator[None]:
-    """A step in float32, in which operators and casts are timed and contenders chosen."""
-    recording = Recording(keep_arguments=True, training=setting.inner.training)
+def measured_step(setting: Setting, findings: Findings) -> contextlib.AbstractContextManager[None]:
+    """A step after which operators and casts are timed, and contenders chosen."""
 
-    def measure(judge: Judge) -> None:
+    def measure(tape: StepTape) -> None:
+        judge = setting.judge(tape, findings.float32)
+        if judge is None:
+            return
         if not findings.profile.complete:
-            _time(setting, findings, recording)
+            _time(setting, findings, setting.record(tape, keep_arguments=True))
         _propose(setting, findings, judge)
 
-    with setting.observed(
-        recording,
-        lambda tape, applied: setting.judged(
-            lambda: Judge(tape, applied, findings.float32), measure
-        ),
-    ):
-        yield
+    return setting.observed(measure)
 
 
 @contextlib.contextmanager
@@ -108,29 +104,6 @@ def trial_step(setting: Setting, findings: Findings) -> Iterator[None]:
             findings.note("tried", winner=winner, reason=reason)
 
 
-@contextlib.contextmanager
-def confirmed_step(setting: Setting, findings: Findings) -> Iterator[None]:
-    """A step in float32, on which the winner must be harmless as on those before."""
-    winner = findings.winner
-
-    def confirm(judge: Judge) -> None:
-        harm = _harm(setting, findings, judge, winner, findings.contenders.formats[winner])
-        if not harm:
-            findings.note("confirmed", winner=winner)
-            return
-        reason = f"when its epoch began, {winner} was harmful: {harm}"
-        numbers = dict.fromkeys(("evaluation", "float32", "band"))
-        findings.note("check", passed=False, reason=reason, steps=0, **numbers)
-
-    with setting.observed(
-        None,
-        lambda tape, applied: setting.judged(
-            lambda: Judge(tape, applied, findings.float32), confirm
-        ),
-    ):
-        yield
-
-
 def _time(setting: Setting, findings: Findings, recording: Recording) -> None:
     """Time signatures and casts on rank 0, which others wait for."""
     known = findings.profile.operators
@@ -146,7 +119,7 @@ def _time(setting: Setting, findings: Findings, recording: Recording) -> None:
     findings.note("casts", seconds=casts)
 
 
-def _harm(
+def harm_of(
     setting: Setting, findings: Findings, judge: Judge, contender: str, formats: Mapping[str, str]
 ) -> str:
     """What a contender with these formats does to a step, if that is too much; ``""`` if not."""
@@ -201,7 +174,7 @@ def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
                 refused[name] = f"it is the same as {same[0]!r}"
                 continue
 
-        if harm := _harm(setting, findings, judge, name, chosen):
+        if harm := harm_of(setting, findings, judge, name, chosen):
             refused[name] = harm
             continue
         formats[name], saved_bytes[name] = chosen, setting.ranks.all(judge.saved_bytes)[0]

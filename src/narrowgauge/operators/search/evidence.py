@@ -82,7 +82,7 @@ def about(findings: Findings, setting: Setting, formats: Mapping[str, str]) -> d
         },
         "edges": [list(edge) for edge in edges],
         "casts": {
-            f"{source} → {target}": points
+            f"{source} → {target}": [list(point) for point in points]
             for (source, target), points in findings.profile.casts.items()
         },
         "cost": cost_of(setting, len(recording)),

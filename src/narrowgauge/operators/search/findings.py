@@ -64,7 +64,6 @@ class Findings:
         trial: their turns, once they began.
         winner: who was found best, ``""`` before.
         reason: why.
-        confirmed: whether the winner was harmless when its epoch began, too.
         before_trial: seconds that the search had taken when their turns began.
         failed: contenders that failed an epoch, and how.
     """
@@ -81,7 +80,6 @@ class Findings:
         self.contenders = Contenders()
         self.trial: Trial | None = None
         self.winner, self.reason = "", ""
-        self.confirmed = False
         self.before_trial = 0.0
         self.failed: dict[str, str] = {}
         self.stage = "screen"
@@ -177,9 +175,6 @@ class Findings:
     def _take_tried(self, event: Mapping[str, Any]) -> None:
         self.winner, self.reason = event["winner"], event["reason"]
 
-    def _take_confirmed(self, event: Mapping[str, Any]) -> None:
-        self.confirmed = True
-
     def _take_check(self, event: Mapping[str, Any]) -> None:
         if event["passed"]:
             return
@@ -187,4 +182,4 @@ class Findings:
         if self.winner == "autocast":
             self.failed["autocast"], suspects = event["reason"], {}
         self.screening.begin_again(suspects, event["reason"])
-        self.winner, self.reason, self.trial, self.confirmed = "", "", None, False
+        self.winner, self.reason, self.trial = "", "", None

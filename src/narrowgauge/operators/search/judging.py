@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from narrowgauge.formats import FormatLike
-from narrowgauge.operators.recording import Recording
+from narrowgauge.operators.replay import StepTape
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
 from narrowgauge.operators.signals import Judge, gradient_errors
@@ -15,25 +15,25 @@ WARM_UP = 5  # steps before the first is judged: the first gradients are unlike 
 _PER_STEP = 4  # sets that are judged on one step
 
 
-@contextlib.contextmanager
-def recorded_step(setting: Setting, findings: Findings) -> Iterator[None]:
+def recorded_step(setting: Setting, findings: Findings) -> contextlib.AbstractContextManager[None]:
     """A step whose operators are noted."""
-    recording = Recording(training=setting.inner.training)
-    with setting.observed(recording, lambda tape, applied: None):
-        yield
-    with setting.clock.overhead():
-        setting.ranks.together(lambda: findings.begin(recording))
+
+    def note(tape: StepTape) -> None:
+        setting.ranks.together(lambda: findings.begin(setting.record(tape)))
+
+    return setting.observed(note)
 
 
-@contextlib.contextmanager
 def judged_step(
     setting: Setting, findings: Findings, wire_formats: Sequence[FormatLike]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """A step on which some sets of operators are judged."""
     screening = findings.screening
-    watched = setting.formats if screening.alone else ()
 
-    def judge_some(judge: Judge) -> None:
+    def judge_some(tape: StepTape) -> None:
+        judge = setting.judge(tape, findings.float32, setting.formats if screening.alone else ())
+        if judge is None:
+            return
         if wire_formats:
             _judge_wires(setting, findings, judge, wire_formats)
         for _ in range(_PER_STEP):
@@ -42,16 +42,10 @@ def judged_step(
             chosen = screening.next()
             signal = setting.worst(lambda chosen=chosen: judge.signal(chosen))  # type: ignore[misc]
             findings.note("judged", operators=chosen, **signal.as_dict())
+        if screening.over:
+            findings.note("screened", survivors=screening.survivors())
 
-    with setting.observed(
-        None,
-        lambda tape, applied: setting.judged(
-            lambda: Judge(tape, applied, findings.float32, watched), judge_some
-        ),
-    ):
-        yield
-    if screening.over:
-        findings.note("screened", survivors=screening.survivors())
+    return setting.observed(judge_some)
 
 
 def _judge_wires(

@@ -25,11 +25,10 @@ from narrowgauge.formats import FormatLike
 from narrowgauge.operators.compute import PROMOTE, compute_of
 from narrowgauge.operators.names import unwrapped
 from narrowgauge.operators.plan import OperatorPlan
-from narrowgauge.operators.search.check import Check
+from narrowgauge.operators.search.check import Check, Outcome
 from narrowgauge.operators.search.contenders import (
-    confirmed_step,
     following,
-    measure_step,
+    measured_step,
     trial_step,
 )
 from narrowgauge.operators.search.evidence import about, evidence_of, progress
@@ -183,7 +182,9 @@ class OperatorSearch:
             self._in_step = False
         self._steps += 1
         findings = self._findings
-        if self.stage == "check" and findings.known and findings.winner == "fp32":
+        if self._check is not None and self._check.failure is not None:
+            self._checked(self._check.failure)
+        elif self.stage == "check" and findings.known and findings.winner == "fp32":
             self._decide()
 
     @contextlib.contextmanager
@@ -198,16 +199,12 @@ class OperatorSearch:
             elif stage == "screen" and self._steps >= WARM_UP:
                 stack.enter_context(judged_step(setting, findings, self._wire_formats))
             elif stage == "time" and findings.trial is None:
-                stack.enter_context(measure_step(setting, findings))
+                stack.enter_context(measured_step(setting, findings))
             elif stage == "time":
                 stack.enter_context(trial_step(setting, findings))
             elif stage == "check":
-                if self._steps == 0 and not findings.confirmed:
-                    stack.enter_context(confirmed_step(setting, findings))
-                    self._steps -= 1
-                elif self._steps == 0 and self._check is None:
-                    plan = findings.plan_of(findings.winner)
-                    self._check = Check(setting, findings.winner, plan, self._seed_band)
+                if self._steps == 0:
+                    self._check = Check(setting, findings, self._seed_band)
                 if self._check is not None:
                     stack.enter_context(self._check.step())
             yield
@@ -249,21 +246,14 @@ class OperatorSearch:
             values: list[float] = self._setting.ranks.together(lambda: float(evaluate()))
             return sum(values) / len(values)
 
-        check, self._check = self._check, None
+        check = self._check
         if check is None:
             value = evaluation()
             self._clock.end_epoch()
         else:
             outcome, value = check.end(evaluation)
             self._clock.end_epoch()
-            self._findings.note("check", **asdict(outcome))
-            if outcome.passed:
-                self._decide()
-            elif self._clock.search > (self._overhead - 1) * self._clock.mean_epoch:
-                self._findings.note(
-                    "tried", winner="fp32", reason=f"an epoch of another failed: {outcome.reason}"
-                )
-                self._decide()
+            self._checked(outcome)
         self.epoch += 1
         self._steps = 0
         self._workdir.save_snapshot(self._setting.inner, self._setting.optimizer, self.epoch)
@@ -275,6 +265,18 @@ class OperatorSearch:
             search_seconds=self._clock.search,
         )
         return value
+
+    def _checked(self, outcome: Outcome) -> None:
+        """A winner's epoch is over, or has failed."""
+        self._check = None
+        self._findings.note("check", **asdict(outcome))
+        spent = self._clock.search > (self._overhead - 1) * self._clock.mean_epoch
+        if not outcome.passed and self._setting.ranks.all(spent)[0]:
+            self._findings.note(
+                "tried", winner="fp32", reason=f"an epoch of another failed: {outcome.reason}"
+            )
+        if self.stage == "check":
+            self._decide()
 
     # --- what it found ---------------------------------------------------------------------------
 

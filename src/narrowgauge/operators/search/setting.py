@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.operators.applying import Applied
 from narrowgauge.operators.names import unwrapped
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.recording import Recording
@@ -152,38 +151,36 @@ class Setting:
             worst = worst.worst(other)
         return worst
 
-    def judged(self, make: Callable[[], Judge], then: Callable[[Judge], None]) -> None:
-        """Do something with a judge; nothing if on one of the ranks the batch gave no gradient."""
-        judge: list[Judge] = []
-
-        def made() -> bool:
-            judge.append(make())
-            return judge[0].usable
-
-        if all(self.ranks.together(made)):
-            then(judge[0])
-
     @contextlib.contextmanager
-    def observed(
-        self, recording: Recording | None, then: Callable[[StepTape, Applied], None]
-    ) -> Iterator[None]:
-        """A step as the loop makes it; before its ``backward`` something is done with its tape.
+    def observed(self, then: Callable[[StepTape], None]) -> Iterator[None]:
+        """A step as the loop makes it; when it is over, something is done with its tape.
 
         Args:
-            recording: to note the forward pass in, or ``None``.
             then: what is done; its time is the search's.
         """
+        tape = StepTape(self.model, self.optimizer)
+        with tape:
+            yield
+        with self.clock.overhead():
+            self.ranks.together(tape.check)
+            then(tape)
+
+    def record(self, tape: StepTape, keep_arguments: bool = False) -> Recording:
+        """The operators of a step that is over."""
+        recording = Recording(keep_arguments=keep_arguments, training=self.inner.training)
         as_it_is = OperatorPlan({})
-        with as_it_is.applied(self.model, mismatch="ignore", recording=recording) as applied:
+        tape.gradients(lambda: as_it_is.applied(self.model, mismatch="ignore", recording=recording))
+        recording.finish()
+        return recording
 
-            def act(tape: StepTape) -> None:
-                with self.clock.overhead():
-                    if recording is not None:
-                        applied.record(None)
-                        recording.finish()
-                    then(tape, applied)
+    def judge(
+        self, tape: StepTape, float32: OperatorPlan, formats: Sequence[str] = ()
+    ) -> Judge | None:
+        """A judge of a step on each rank; none if a rank's batch gave no gradient to judge by."""
+        judges: list[Judge] = []
 
-            tape = StepTape(self.model, self.optimizer, act)
-            with tape:
-                yield
-        tape.check()
+        def make() -> bool:
+            judges.append(Judge(self.model, tape, float32, formats))
+            return judges[0].usable
+
+        return judges[0] if all(self.ranks.together(make)) else None
