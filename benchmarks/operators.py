@@ -382,6 +382,7 @@ def main() -> None:
         print("RESULT " + json.dumps(WORK[options.worker](options.case, options)), flush=True)
         return
     console = wide_console()
+    console.width = max(140, console.width)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"networks": {}}
     if options.output.exists():
