@@ -84,10 +84,14 @@ def introduction(plan: OperatorPlan) -> list[str]:
     ]
     cost = about.get("cost")
     if cost:
+        steps = cost.get("steps")
+        taken = (
+            f"{cost['epochs']:.2g} of its epochs" if steps is None else f"{steps:.0f} of its steps"
+        )
         sentences.append(
-            f"The search took {cost['seconds']:.1f} s beyond the training it rode on, "
-            f"{cost['epochs']:.2g} of its epochs. An epoch for each operator in each format would "
-            f"be {cost['one_by_one_epochs']} epochs, {cost['one_by_one_seconds']:.0f} s."
+            f"The search took {cost['seconds']:.1f} s beyond the training it rode on, {taken}. "
+            f"Trying each operator alone in each format would take "
+            f"{cost['one_by_one_epochs']} epochs."
         )
     return sentences
 
