@@ -157,8 +157,9 @@ def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
     saved_bytes: dict[str, int] = {}
     refused = dict(findings.failed)
     for name, wanted in found.items():
-        chosen = {n: f for n, f in wanted.items() if f != "fp32"}
-        narrow = {n: f for n, f in chosen.items() if f not in WIDE}
+        chosen = {n: f for n, f in wanted.items() if f not in WIDE}
+        if name == "autocast":  # whose operators promote, where those of a plan are in float32
+            chosen = {n: f for n, f in wanted.items() if f != "fp32"}
         if name in refused:
             continue
         if name == "all-low" and set(low) != everything:
@@ -166,7 +167,7 @@ def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
             refused[name] = f"{harmful} of {len(everything)} operators were found harmful"
             continue
         if name not in ("fp32", "autocast"):
-            if not narrow:
+            if not chosen:
                 refused[name] = "it is float32: no narrow operator promises a gain with its casts"
                 continue
             same = [n for n, f in formats.items() if f == chosen and n != "autocast"]

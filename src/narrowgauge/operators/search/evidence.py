@@ -68,7 +68,8 @@ def about(findings: Findings, setting: Setting, formats: Mapping[str, str]) -> d
         setting: the training.
         formats: the plan's.
     """
-    recording, trial, contenders = findings.recording, findings.trial, findings.contenders
+    recording, contenders = findings.recording, findings.contenders
+    trial = findings.trial or findings.last_trial
     places = {call.name: place for place, call in enumerate(recording)}
     edges = sorted({(places[e.producer], places[e.consumer], e.numel) for e in recording.edges})
     return {

@@ -62,6 +62,7 @@ class Findings:
         profile: what operators and casts cost.
         contenders: who may be tried.
         trial: their turns, once they began.
+        last_trial: the one whose winner failed.
         winner: who was found best, ``""`` before.
         reason: why.
         before_trial: seconds that the search had taken when their turns began.
@@ -79,6 +80,7 @@ class Findings:
         self.profile = Profile()
         self.contenders = Contenders()
         self.trial: Trial | None = None
+        self.last_trial: Trial | None = None
         self.winner, self.reason = "", ""
         self.before_trial = 0.0
         self.failed: dict[str, str] = {}
@@ -182,4 +184,5 @@ class Findings:
         if self.winner == "autocast":
             self.failed["autocast"], suspects = event["reason"], {}
         self.screening.begin_again(suspects, event["reason"])
-        self.winner, self.reason, self.trial = "", "", None
+        self.winner, self.reason = "", ""
+        self.last_trial, self.trial = self.trial, None
