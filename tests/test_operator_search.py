@@ -250,3 +250,70 @@ def test_what_blanket_narrowing_breaks_is_repaired_without_being_told_where(
         assert narrow
         assert narrow.isdisjoint(case.culprits)
         assert trained(case, lambda recording, plan=plan: plan) < 1.2 * exact  # type: ignore[misc]
+
+
+# --- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"formats": []}, r"formats is \[\]; pass at least one in a list"),
+        ({"formats": "bf16"}, "formats is 'bf16'; pass at least one in a list"),
+        ({"formats": ["fp32"]}, "formats names 'fp32', which is no narrow format"),
+        ({"formats": ["bf16", "e4m3"]}, "native formats are timed, simulated ones cannot be"),
+        ({"memory_weight": -1.0}, r"memory_weight is -1\.0; allowed: a number from 0"),
+        ({"overhead": float("nan")}, "overhead is nan; allowed: a number from 0"),
+        ({"gradient_bound": 0}, "gradient_bound is 0; allowed: a number above 0"),
+        ({"gradient_formats": ["e8m20"]}, "cannot travel between ranks"),
+    ],
+)
+def test_options_without_sense_are_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    training = Training()
+    with pytest.raises(ValueError, match=text):
+        OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "search", **options)
+    assert not (tmp_path / "search").exists()
+
+
+def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    with pytest.raises(TypeError, match=r"model is int; it must be a torch\.nn\.Module"):
+        OperatorSearch(3, training.optimizer, workdir=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer is str; it must be a torch\.optim\.Optimizer"):
+        OperatorSearch(training.model, "adam", workdir=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is compiled; search on the model itself"):
+        OperatorSearch(torch.compile(training.model), training.optimizer, workdir=tmp_path)  # type: ignore[arg-type]
+
+
+def test_steps_within_steps_and_within_autocast_are_refused(tmp_path: Path) -> None:
+    training = Training()
+    search = OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "search")
+    with pytest.raises(RuntimeError, match=r"search\.step\(\) was entered within search\.step"):  # noqa: SIM117
+        with search.step():
+            training.step(search, 0)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(RuntimeError, match=r"under torch\.autocast; leave autocast out of the loop"),
+    ):
+        training.step(search, 0)
+    with pytest.raises(RuntimeError, match=r"the step ended without loss\.backward\(\)"):  # noqa: SIM117
+        with search.step():
+            training.model(training.x)
+    training.step(search, 0)  # and goes on
+
+
+def test_what_is_not_known_yet_is_not_told(tmp_path: Path) -> None:
+    training = Training()
+    search = OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "search")
+    with pytest.raises(RuntimeError, match="no step was made yet"):
+        _ = search.harmless
+    with pytest.raises(RuntimeError, match="pass gradient_formats="):
+        _ = search.gradient_policy
+    for begin in range(0, 96, 16):
+        training.step(search, begin)
+    text = "is not over after 0 epochs: operators are judged, 4 of about 7 sets. Train on, or start"
+    with pytest.raises(RuntimeError, match=text):
+        _ = search.plan
+    assert search.decision == ""

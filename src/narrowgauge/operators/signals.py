@@ -111,7 +111,7 @@ class Judge:
             found if exact is None else exact if found is None else found.float() - exact.float()
             for exact, found in zip(self.gradients, gradients, strict=True)
         ]
-        error = _norm(differences) / self._norm
+        error = _norm(differences) / max(self._norm, 1e-30)
         change = abs(loss - self.loss) / max(abs(self.loss), 1e-30)
         return (
             error if math.isfinite(error) else math.inf,

@@ -163,11 +163,11 @@ def saved_bytes(recording: Recording, formats: Mapping[str, str]) -> int:
         formats: format by operator name; what is missing is float32.
     """
     kept: dict[tuple[int, str], int] = {}
-    found = resolved(recording, formats)
+    found, parameters = resolved(recording, formats), _parameters(recording)
     for call in recording:
         format = found[call.name]
         for operand in call.saved:
-            if operand.parameter and format == "fp32":
+            if operand.storage in parameters and format == "fp32":
                 continue
             kept[operand.storage, format] = _bytes(operand, format)
     return sum(kept.values())
@@ -189,6 +189,11 @@ def resolved(recording: Recording, formats: Mapping[str, str]) -> dict[str, str]
             format = made_in.pop() if len(made_in) == 1 else "fp32"
         found[call.name] = format
     return found
+
+
+def _parameters(recording: Recording) -> set[int]:
+    """Storages of parameters, of which operators may keep a view."""
+    return {x.storage for call in recording for x in call.inputs if x.parameter}
 
 
 def _bytes(operand: Operand, format: str) -> int:
@@ -220,6 +225,7 @@ def cheapest_plan(
     """
     costs: dict[str, dict[str, float]] = {}
     first_saver: dict[int, str] = {}
+    parameters = _parameters(recording)
     all_seconds = sum(profile.operators.get(c.signature, {}).get("fp32", 0.0) for c in recording)
     all_bytes = saved_bytes(recording, {}) or 1
     per_second, per_byte = 1 / (all_seconds or 1.0), memory_weight / all_bytes
@@ -232,7 +238,8 @@ def cheapest_plan(
         own = [x for x in call.saved if first_saver.setdefault(x.storage, call.name) == call.name]
         costs[call.name] = {
             format: per_second * times.get(format, 0.0)
-            + per_byte * sum(_bytes(x, format) for x in own if not x.parameter or format != "fp32")
+            + per_byte
+            * sum(_bytes(x, format) for x in own if x.storage not in parameters or format != "fp32")
             for format in formats
         }
     casts = []

@@ -1,9 +1,9 @@
 """Which operators may take which format: what is to be judged next, and what follows from it.
 
 Operators of equal signature are judged together, and alone only if that fails; then all that are
-left are judged at once, as harm may add up or need two; if that fails, those that harm least are
-kept, as many as bisecting finds harmless together. The trade-off: one step judges one batch; so the
-last word has an epoch of training.
+left are judged at once, as harm may add up or need two; if that fails, bisecting finds the operator
+that makes those before it harmful. The trade-off: one step judges one batch; so the last word has
+an epoch of training.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Screening:
         self.judged_sets, self.sets = 0, len(self._queue) + confirmations
         self._confirmations = confirmations
         self._left = confirmations
+        self._more = 0  # to exclude besides the culprit
         self._kept: tuple[int, int] | None = None  # bounds of the bisection
 
     def _sets(self) -> list[tuple[str, list[str]]]:
@@ -141,8 +142,11 @@ class Screening:
         else:
             self._kept = (tried, self._kept[1])
         if self._kept[0] >= self._kept[1]:
-            for item in self.ranked()[self._kept[0] :]:
+            ranked = self.ranked()
+            culprit, rest = ranked[self._kept[0]], ranked[self._kept[0] + 1 :]
+            for item in [culprit, *rest[len(rest) - self._more :]]:
                 self.excluded[item] = _harm(signal, "together with others that are less so")
+            self._more = 2 * self._more + 1  # harm that many add up to should not take as long
             self._kept, self._left = None, self._confirmations
 
     def begin_again(self, suspects: Collection[str], reason: str) -> None:
