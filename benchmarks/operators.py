@@ -57,7 +57,8 @@ class Training:
         self.method, plan = method, None
         if method == "all-bf16":
             batch = self.batch(torch.Generator().manual_seed(0))
-            recording = record_operators(self.model, lambda: self.loss(batch))
+            x, y = batch  # recorded as it is, not compiled
+            recording = record_operators(self.model, lambda: loss(self.model(x), y))
             plan = OperatorPlan.uniform(recording, "bf16")
         elif method == "found":
             plan = OperatorPlan.load(folder(case) / "plan.json")
