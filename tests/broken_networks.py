@@ -108,7 +108,7 @@ class Case:
 
     def batches(self, count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        return [self.batch(generator, 256) for _ in range(count)]
+        return [self.batch(generator, 128) for _ in range(count)]
 
     def evaluate(self, model: nn.Module) -> float:
         """The loss of 2048 other samples, in float32."""

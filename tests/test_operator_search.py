@@ -169,7 +169,7 @@ def test_a_winner_that_leaves_the_band_is_given_up_and_the_shadow_goes_on(tmp_pa
     for begin in range(0, 256, 16):
         training.step(search, begin)
     before = training.model[5].weight.clone()
-    answers = iter([1.0, 0.5])  # of the winner, of the shadow
+    answers = iter([1.0, 0.5, 0.4, 0.6, 0.5])  # of the winner, of the shadow, in more steps
     assert search.end_epoch(lambda: next(answers)) == 0.5
     assert not torch.equal(before, training.model[5].weight)
     assert search.decision == "fp32"
@@ -197,7 +197,7 @@ def test_the_cost_is_told_beside_that_of_one_by_one(tmp_path: Path) -> None:
 # --- repairs -------------------------------------------------------------------------------------
 
 
-def trained(case: Case, plan: Callable[[Recording], OperatorPlan], steps: int = 160) -> float:
+def trained(case: Case, plan: Callable[[Recording], OperatorPlan], steps: int = 120) -> float:
     """The evaluation, in float32, of a training under a plan."""
     model = case.model()
     optimizer = case.optimizer(model)
@@ -231,9 +231,9 @@ def test_what_blanket_narrowing_breaks_is_repaired_without_being_told_where(
         overhead=9.0,
         workdir=tmp_path / "search",
     )
-    batches = iter(case.batches(240))
+    batches = iter(case.batches(360))
     while not search.finished:
-        for _ in range(40):
+        for _ in range(60):
             x, y = next(batches)
             with search.step((x, y)):
                 loss = case.loss(model(x), y)
@@ -245,11 +245,10 @@ def test_what_blanket_narrowing_breaks_is_repaired_without_being_told_where(
     exact = trained(case, lambda recording: OperatorPlan.uniform(recording, "fp32"))
     blanket = trained(case, lambda recording: OperatorPlan.uniform(recording, case.broken_in))
     assert blanket > 2 * exact
-    for plan in (search.plan, search.harmless):
-        narrow = {n for n, f in plan.formats.items() if f == case.broken_in}
-        assert narrow
-        assert narrow.isdisjoint(case.culprits)
-        assert trained(case, lambda recording, plan=plan: plan) < 1.2 * exact  # type: ignore[misc]
+    narrow = {name for name, format in search.plan.formats.items() if format == case.broken_in}
+    assert narrow
+    assert narrow.isdisjoint(case.culprits)
+    assert trained(case, lambda recording: search.plan) < 1.2 * exact
 
 
 # --- what it refuses -----------------------------------------------------------------------------
@@ -284,7 +283,9 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"optimizer is str; it must be a torch\.optim\.Optimizer"):
         OperatorSearch(training.model, "adam", workdir=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model is compiled; search on the model itself"):
-        OperatorSearch(torch.compile(training.model), training.optimizer, workdir=tmp_path)  # type: ignore[arg-type]
+        OperatorSearch(
+            torch.compile(training.model, backend="eager"), training.optimizer, workdir=tmp_path
+        )  # type: ignore[arg-type]
 
 
 def test_steps_within_steps_and_within_autocast_are_refused(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def brute_force(operators: dict[str, dict[str, float]], edges: list[Edge]) -> fl
     return min(total_cost(dict(zip(operators, c, strict=True)), operators, edges) for c in choices)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(graphs(["fp32", "bf16"]))
 def test_with_two_formats_no_choice_is_cheaper(graph: Any) -> None:
     chosen = cheapest_formats(*graph)
@@ -325,7 +325,7 @@ def test_with_two_formats_no_choice_is_cheaper(graph: Any) -> None:
     assert total_cost(chosen, *graph) == pytest.approx(brute_force(*graph), abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(graphs(["fp32", "bf16", "fp16"]))
 def test_with_more_formats_no_exchange_is_cheaper(graph: Any) -> None:
     chosen = cheapest_formats(*graph)

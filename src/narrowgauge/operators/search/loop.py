@@ -313,7 +313,7 @@ class OperatorSearch:
     def harmless(self) -> OperatorPlan:
         """All operators that were found harmless in their format, the others in float32.
 
-        What is chosen from; and the plan for hardware on which narrow is always faster.
+        What is chosen from, judged on single steps and not for an epoch.
 
         Raises:
             RuntimeError: no step was made yet.
