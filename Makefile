@@ -38,6 +38,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/ddp.py
 	$(VENV)/bin/python benchmarks/inputs.py
 	$(VENV)/bin/python benchmarks/parameters.py
+	$(VENV)/bin/python benchmarks/operators.py
 
 clean:
 	rm -rf $(VENV) build dist narrowgauge-demo CMakeCache.txt CMakeInit.txt .cmake CMakeFiles build.ninja .ninja_* \

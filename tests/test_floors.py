@@ -19,8 +19,8 @@ FLOORS = [
     {"collectives", "nn", "ledger"},
     {"gradients", "operators", "parameters", "inputs"},
     {"costmodel", "report"},
-    {"demo"},
-    {"doctor", "cli_plan"},
+    {"demo", "search"},
+    {"doctor", "cli_plan", "cli_search"},
     {"cli"},
 ]
 ALSO = {("rounding", "codec"), ("matmul", "codec"), ("nn", "ledger"), ("collectives", "ledger")}

@@ -20,6 +20,7 @@ NAMES = {
     "Ledger",
     "MatmulBackward",
     "OperatorPlan",
+    "OperatorSearch",
     "ShardedOptimizer",
     "all_reduce",
     "decode",

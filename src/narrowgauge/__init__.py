@@ -18,6 +18,7 @@ from narrowgauge.ledger import Ledger as Ledger
 from narrowgauge.matmul import MatmulBackward as MatmulBackward
 from narrowgauge.matmul import matmul as matmul
 from narrowgauge.operators import OperatorPlan as OperatorPlan
+from narrowgauge.operators import OperatorSearch as OperatorSearch
 from narrowgauge.parameters import ShardedOptimizer as ShardedOptimizer
 from narrowgauge.rounding import quantize as quantize
 from narrowgauge.rounding import quantize_ as quantize_

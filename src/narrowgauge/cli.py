@@ -1,4 +1,4 @@
-"""The command line: ``narrowgauge demo``, ``formats``, ``predict``, ``plan``, ``doctor`` and more.
+"""The command line: ``narrowgauge demo``, ``formats``, ``predict``, ``plan``, ``search`` and more.
 
 Errors that a user can mend are one sentence and exit code 2; a traceback is a fault of ours.
 Imports that take time (torch's launcher, scikit-learn) are made by the command that needs them.
@@ -22,6 +22,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from narrowgauge import cli_plan, costmodel
+from narrowgauge.cli_search import HELP as SEARCH_HELP
+from narrowgauge.cli_search import search
 from narrowgauge.collectives.link import Link
 from narrowgauge.costmodel import Prediction
 from narrowgauge.costmodel.networks import NETWORKS
@@ -43,6 +45,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command(help=SEARCH_HELP)(search)
 app.add_typer(cli_plan.app, name="plan")
 _console = Console()
 _errors = Console(stderr=True)

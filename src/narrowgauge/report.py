@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as MatplotlibFigure
 
-    _Draw = Callable[[MatplotlibFigure, str], None]
+    Draw = Callable[[MatplotlibFigure, str], None]
 
 # Okabe and Ito's colours: told apart by colour-blind readers too. The first is the text colour.
 _COLOURS = ["", "#999999", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9"]
@@ -102,7 +102,7 @@ class Table:
         body = "\n".join(
             "<tr>"
             + f"<th scope=row>{html.escape(row[0])}</th>"
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
+            + "".join(_cell(cell) for cell in row[1:])
             + "</tr>"
             for row in self.rows
         )
@@ -215,7 +215,7 @@ def curves(
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.4)
 
-    return _figure(draw, caption, size=(8.2, 4.0))
+    return figure(draw, caption, size=(8.2, 4.0))
 
 
 def number_lines(formats: Sequence[FormatLike], *, caption: str) -> Figure:
@@ -253,7 +253,7 @@ def number_lines(formats: Sequence[FormatLike], *, caption: str) -> Figure:
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
 
-    return _figure(draw, caption, size=(8.2, 0.9 + 0.75 * len(narrow)))
+    return figure(draw, caption, size=(8.2, 0.9 + 0.75 * len(narrow)))
 
 
 def stalls(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -354,6 +354,11 @@ def _number_line(
     )
 
 
+def _cell(text: str) -> str:
+    sentence = len(text) > 30 and " " in text  # wrapped, where numbers must not be
+    return f"<td{' class=text' * sentence}>{html.escape(text)}</td>"
+
+
 def _power_of_two(value: float, _: int | None = None) -> str:
     return f"$2^{{{round(math.log2(value))}}}$" if value > 0 else "0"
 
@@ -363,7 +368,15 @@ def _plain(text: str) -> str:
     return text.replace("$", "\\$")
 
 
-def _figure(draw: _Draw, caption: str, *, size: tuple[float, float]) -> Figure:
+def figure(draw: Draw, caption: str, *, size: tuple[float, float], dpi: int = 160) -> Figure:
+    """Draws a picture twice, for light and for dark screens.
+
+    Args:
+        draw: called with an empty figure of matplotlib and the colour of text.
+        caption: see :class:`Figure`.
+        size: width and height in inches.
+        dpi: pixels per inch.
+    """
     # Imported only here: who draws nothing, such as the doctor, can do without matplotlib.
     from matplotlib import rc_context
     from matplotlib.figure import Figure as MatplotlibFigure
@@ -382,10 +395,10 @@ def _figure(draw: _Draw, caption: str, *, size: tuple[float, float]) -> Figure:
         }
         with rc_context(colours):
             # Made without pyplot: it needs no window system and leaves the reader's backend alone.
-            figure = MatplotlibFigure(figsize=size, layout="constrained")
-            draw(figure, text)
+            drawn = MatplotlibFigure(figsize=size, layout="constrained")
+            draw(drawn, text)
             picture = io.BytesIO()
-            figure.savefig(picture, format="png", dpi=160)
+            drawn.savefig(picture, format="png", dpi=dpi)
         pictures.append(picture.getvalue())
     return Figure(caption, *pictures)
 
@@ -414,6 +427,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.92rem;
 th, td { padding: 0.45rem 0.75rem; text-align: right; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 td { white-space: nowrap; }
+td.text { white-space: normal; text-align: left; min-width: 18rem; }
 thead th { border-bottom: 2px solid var(--line); font-weight: 600; }
 tbody th { font-weight: 500; white-space: nowrap; }
 tbody tr { border-bottom: 1px solid var(--line); }

@@ -8,3 +8,4 @@ from narrowgauge.operators.recording import Operand as Operand
 from narrowgauge.operators.recording import OperatorCall as OperatorCall
 from narrowgauge.operators.recording import Recording as Recording
 from narrowgauge.operators.recording import record_operators as record_operators
+from narrowgauge.operators.search import OperatorSearch as OperatorSearch

@@ -38,6 +38,10 @@ class Applied:
         self._mode.rules = plan.rules()
         self.plan = plan
 
+    def record(self, recording: Recording | None) -> None:
+        """Note what is called from now on in this recording; ``None``: nowhere."""
+        self._mode.recording = recording
+
     def __enter__(self) -> Applied:
         _take(self._mode)
         mode = self._mode

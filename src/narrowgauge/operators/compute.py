@@ -22,7 +22,7 @@ from narrowgauge.operators.functions import (
     MIXED_NORMS,
     Function,
 )
-from narrowgauge.rounding import quantize, quantize_
+from narrowgauge.rounding import quantize
 
 # The dimension of each operand along which a product sums: blocks of a block format lie along it.
 _SUMMED = {
@@ -289,17 +289,17 @@ def _run_in_place(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Round the tensor that is written to before and after, and the other operands."""
+    """Compute on a rounded copy, and write the rounded result into the tensor.
+
+    Rounding the tensor itself would change what the operator has kept for its backward pass.
+    """
     if not compute.simulated:
         raise ValueError(
             f"{operator} writes into its input, so it computes in that tensor's dtype and not in "
             f"{compute.name}; its format is 'promote', or a simulated one"
         )
     target, others = args[0], args[1:]
-    if compute.forward is not None:
-        quantize_(target, compute.forward)
+    copy = _round_all(target.clone(), compute, (-1,))
     others, kwargs = _rounded_operands(compute, operator, others, kwargs, ())
-    result = function(target, *others, **kwargs)
-    if compute.forward is not None:
-        quantize_(target, compute.forward)
-    return result
+    result = function(copy, *others, **kwargs)
+    return target.copy_(_round_all(result, compute, (-1,)))

@@ -155,7 +155,7 @@ class Recording:
         inside: bool,
     ) -> Any:
         """Call the operator, and note it."""
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         operands = tuple(self._operand(x) for x in inputs)
         signature = _signature(operator, args, kwargs, iter(map(str, operands)))
         for x, operand in zip(inputs, operands, strict=True):
@@ -175,7 +175,7 @@ class Recording:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = run(compute, operator, function, args, kwargs, cast)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         for x in outputs:
             self._remember(x, {name: x.numel()})
             if operator.endswith("_") and x._base is not None:
@@ -205,11 +205,11 @@ class Recording:
         if name == "__get__" and not isinstance(result, Tensor):
             return
         sources: dict[str, int] = {}
-        for x in _tensors((args, kwargs)):
+        for x in tensors_in((args, kwargs)):
             sources.update(self._sources_of(x))
         if not sources:
             return
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         if name.endswith("_") and args and isinstance(args[0], Tensor):  # copy_, __setitem__
             outputs.append(args[0])
             if args[0]._base is not None:
@@ -299,15 +299,16 @@ def record_operators(
     return recording
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, through tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for x in value:
-            yield from _tensors(x)
+            yield from tensors_in(x)
     elif isinstance(value, dict):
         for x in value.values():
-            yield from _tensors(x)
+            yield from tensors_in(x)
 
 
 def _signature(operator: str, args: Any, kwargs: Any, tensors: Iterator[str]) -> str:
