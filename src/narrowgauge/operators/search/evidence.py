@@ -115,17 +115,21 @@ def _reason(
 def cost_of(setting: Setting, operators: int) -> dict[str, Any]:
     """What the search cost beyond the training, and what trying one by one would.
 
-    That is an epoch of training with each operator alone in each format, in float32's time.
+    That is an epoch of training with each operator alone in each format, in float32's time. Before
+    the end of the first epoch, what is counted in epochs is ``None``.
 
     Args:
         setting: the training.
         operators: of the model.
     """
     clock, one_by_one = setting.clock, operators * len(setting.formats)
+    epoch = clock.mean_epoch if clock.epochs else None  # only a whole one counts
     return {
         "seconds": clock.search,
-        "epoch_seconds": clock.mean_epoch,
-        "epochs": clock.search / clock.mean_epoch if clock.mean_epoch else 0.0,
+        "step_seconds": clock.mean_step,
+        "steps": clock.search / max(clock.mean_step, 1e-9),
+        "epoch_seconds": epoch,
+        "epochs": clock.search / epoch if epoch else None,
         "one_by_one_epochs": one_by_one,
-        "one_by_one_seconds": one_by_one * clock.mean_epoch,
+        "one_by_one_seconds": one_by_one * epoch if epoch else None,
     }

@@ -91,8 +91,9 @@ class Findings:
                 self.take(event)
 
     def note(self, event: str, **values: Any) -> None:
-        """Write an event, and take it in."""
-        self.take(self._journal.append(event, **values))
+        """Write an event with the seconds that the search has taken, and take it in."""
+        seconds = self._setting.clock.search
+        self.take(self._journal.append(event, **values, search_seconds=seconds))
 
     def begin(self, recording: Recording) -> None:
         """The operators are known, and with them what the journal says of them.

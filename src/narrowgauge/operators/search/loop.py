@@ -31,7 +31,7 @@ from narrowgauge.operators.search.contenders import (
     measured_step,
     trial_step,
 )
-from narrowgauge.operators.search.evidence import about, evidence_of, progress
+from narrowgauge.operators.search.evidence import about, cost_of, evidence_of, progress
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.judging import WARM_UP, judged_step, recorded_step
 from narrowgauge.operators.search.setting import Ranks, Setting
@@ -146,6 +146,7 @@ class OperatorSearch:
         self.epoch = self._workdir.load_snapshot(self._setting.inner, optimizer)
         for event in self._workdir.journal.of("epoch"):
             self._clock.epochs.append(event["seconds"])
+            self._clock.steps = event["steps"]
             self._clock.search = event["search_seconds"]
         if self.finished:
             self._plan = self._workdir.load_plan()
@@ -256,12 +257,18 @@ class OperatorSearch:
             self._checked(outcome)
         self.epoch += 1
         self._steps = 0
+        if self._plan is not None and self.plan.about["cost"]["epochs"] is None:
+            cost = cost_of(self._setting, len(self.plan))
+            plan = self.plan.with_evidence({}, {"cost": cost})
+            self._plan = self._setting.ranks.of_first(lambda: plan)
+            self._workdir.save_plan(self.plan)
         self._workdir.save_snapshot(self._setting.inner, self._setting.optimizer, self.epoch)
         self._workdir.journal.append(
             "epoch",
             number=self.epoch,
             evaluation=value,
             seconds=self._clock.epochs[-1],
+            steps=self._clock.steps,
             search_seconds=self._clock.search,
         )
         return value
@@ -356,7 +363,7 @@ class OperatorSearch:
         known = about(findings, setting, plan.formats)
         known.update(decision=decision, reason=findings.reason)
         known["checks"] = [
-            {key: value for key, value in check.items() if key != "event"}
+            {key: value for key, value in check.items() if key not in ("event", "search_seconds")}
             for check in self._workdir.journal.of("check")
         ]
         if findings.wire_errors:

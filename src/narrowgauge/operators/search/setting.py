@@ -75,11 +75,13 @@ class Clock:
         search: seconds that the search took beyond the training, since it began.
         epoch: seconds of the training in this epoch.
         epochs: seconds of the training in each epoch before.
+        steps: of the training, in this epoch and those before.
     """
 
     search: float = 0.0
     epoch: float = 0.0
     epochs: list[float] = field(default_factory=list)
+    steps: int = 0
 
     @contextlib.contextmanager
     def overhead(self) -> Iterator[None]:
@@ -98,11 +100,17 @@ class Clock:
             yield
         finally:
             self.epoch += time.perf_counter() - begin - (self.search - before)
+            self.steps += 1
 
     def end_epoch(self) -> None:
         """The epoch is over."""
         self.epochs.append(self.epoch)
         self.epoch = 0.0
+
+    @property
+    def mean_step(self) -> float:
+        """Seconds of a step of the training."""
+        return (sum(self.epochs) + self.epoch) / max(1, self.steps)
 
     @property
     def mean_epoch(self) -> float:

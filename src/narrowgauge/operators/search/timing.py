@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+_MUCH = 3.0  # times slower than the fastest: not timed again
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -92,7 +94,7 @@ def time_in_turn(
 
     Args:
         functions: what to time.
-        rounds: how often at most; 3 at least.
+        rounds: how often at most; 3 at least, or 1 for what is much slower than the fastest.
         seconds: after which no new round begins.
         clock: seconds now.
 
@@ -105,6 +107,8 @@ def time_in_turn(
     end = clock() + seconds
     for round in range(rounds):
         for key in rotated(list(functions), round):
+            if best.get(key, 0.0) > _MUCH * min(best.values(), default=0.0):
+                continue  # known well enough
             begin = clock()
             functions[key]()
             taken = clock() - begin
