@@ -8,6 +8,9 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 PIP = $(VENV)/bin/python -m pip install --quiet
 NATIVE = $(wildcard CMakeLists.txt src/narrowgauge/kernels/*.cpp src/narrowgauge/kernels/*.hpp)
 
+# Two tests at a time, as many of them wait for processes that begin; PARALLEL= for one.
+PARALLEL ?= --numprocesses=2 --dist=worksteal
+
 # One stamp per requested torch, so that another TORCH is installed and narrowgauge after it.
 STAMP_TORCH = $(VENV)/.installed-torch-$(firstword $(shell printf %s '$(TORCH)' | cksum))
 STAMP = $(VENV)/.installed-narrowgauge
@@ -18,7 +21,7 @@ demo: $(STAMP)
 	$(VENV)/bin/narrowgauge demo $(ARGS)
 
 test: check
-	$(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

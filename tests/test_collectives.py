@@ -273,13 +273,15 @@ def loopback_bytes() -> int:
 def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
     tensor = torch.randn(numel)
     narrowgauge.all_reduce(tensor, format)
-    dist.barrier()
-    before = loopback_bytes()
-    dist.barrier()  # nobody sends before everybody has read the counter
+    sent = []
     for _ in range(rounds):
+        dist.barrier()
+        before = loopback_bytes()
+        dist.barrier()  # nobody sends before everybody has read the counter
         narrowgauge.all_reduce(tensor, format)
-    dist.barrier()
-    return (loopback_bytes() - before) / rounds / dist.get_world_size()
+        dist.barrier()
+        sent.append(loopback_bytes() - before)
+    return min(sent) / dist.get_world_size()  # others may have sent something meanwhile
 
 
 @pytest.mark.skipif(not Path("/sys/class/net/lo").exists(), reason="needs Linux's byte counters")
@@ -287,7 +289,7 @@ def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
 def test_the_interface_carries_a_quarter_of_float32(world_size: int) -> None:
     numel = 6_500_000
     float32 = 2 * (world_size - 1) / world_size * numel * 4
-    for sent in run_ranks(bytes_on_the_interface, world_size, "e5m2", numel, 3):
+    for sent in run_ranks(bytes_on_the_interface, world_size, "e5m2", numel, 8):
         assert sent == pytest.approx(float32 / 4, rel=0.02)
 
 

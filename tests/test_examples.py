@@ -157,3 +157,15 @@ def test_the_study_of_sharded_training_resumes(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["method"] for row in rows] == ["fp32", "int4"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 0.1
+
+
+@pytest.mark.slow
+def test_a_language_model_trains_alike_under_ddp_and_fsdp2(tmp_path: Path) -> None:
+    how = ["--steps", "4", "--seeds", "1", "--out", str(tmp_path)]
+    run("fsdp_lm.py", *how, "--only", "fp32,int8@64")
+    rows = json.loads((tmp_path / "results.json").read_text())
+    found = {(row["place"], row["format"]): row for row in rows}
+    narrow = [found[place, "int8@64"] for place in ("ddp", "fsdp")]
+    assert narrow[0]["losses"] == pytest.approx(narrow[1]["losses"], rel=1e-3)
+    wide = found["fsdp", "fp32"]["bytes_sent"]
+    assert 0.25 * wide < narrow[1]["bytes_sent"] < 0.28 * wide

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -117,6 +118,27 @@ def test_the_rules_of_autocast_as_a_plan_train_with_its_losses_bit_for_bit(
     theirs = standard_losses(dtype, lambda _: torch.autocast("cpu", dtype))
     assert ours == theirs
     assert ours != standard_losses(torch.float32, lambda _: nullcontext())
+
+
+def test_steps_of_gradscaler_within_the_block_are_no_operators_of_the_model() -> None:
+    model = Residual()
+    plan = OperatorPlan.uniform(recorded(model, X), "fp16")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = model.fc.weight.clone()
+    with plan.applied(model):
+        scaler.scale(model(X).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(model.fc.weight, before)
+
+
+def test_a_compiled_model_is_recorded_as_the_one_inside() -> None:
+    model = Blocks()
+    x, y = blocks_batch()
+    compiled = torch.compile(model, backend="aot_eager")
+    found = record_operators(model, lambda: F.cross_entropy(compiled(x).float(), y))
+    assert found.names == list(blocks_plan(model).names)
 
 
 def test_a_plan_counts_inside_autocast() -> None:
@@ -392,9 +414,14 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_compiled_once(
     assert unplanned == plain != loss
 
 
+def batch_of(rank: int) -> tuple[Tensor, Tensor]:
+    x, y = blocks_batch()
+    return (x.detach() * (rank + 1)).requires_grad_(), (y + rank) % 4
+
+
 def ddp_step() -> tuple[list[str], dict[str, Tensor]]:
     torch.set_num_threads(1)
-    x, y = blocks_batch()
+    x, y = batch_of(dist.get_rank())
     model = Blocks()
     wrapped = nn.parallel.DistributedDataParallel(model)
     plan = blocks_plan(model)
@@ -405,9 +432,9 @@ def ddp_step() -> tuple[list[str], dict[str, Tensor]]:
 
 
 def test_ddp_has_the_same_names_and_averages_the_gradients_of_the_plan() -> None:
-    x, y = blocks_batch()
     plan = blocks_plan(Blocks())
-    _, expected = planned_step(Blocks(), plan, x, y)
+    first, second = (planned_step(Blocks(), plan, *batch_of(rank))[1] for rank in (0, 1))
+    expected = {name: (first[name] + second[name]) / 2 for name in first}
     for names, found in run_ranks(ddp_step, 2):
         assert tuple(names) == plan.names
         assert found.keys() == expected.keys()

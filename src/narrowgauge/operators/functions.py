@@ -70,8 +70,8 @@ _LOSSES = """
 _LINEAR_ALGEBRA = """
     inverse=inv inverse pinverse cholesky qr svd svdvals eigvalsh eigh matrix_rank lstsq solve
 """
-# Of one number each, outside the model: scaling a loss, averaging it. See PlanMode.
-ARITHMETIC = frozenset({"add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"})
+# Of one number each, outside the model: scaling a loss, averaging it, GradScaler. See PlanMode.
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "reciprocal"})
 # Arguments in which rounding would do harm: statistics that are updated in place.
 KEPT_ARGUMENTS = {"batch_norm": ("running_mean", "running_var")}
 KEPT_ARGUMENTS["instance_norm"] = KEPT_ARGUMENTS["batch_norm"]

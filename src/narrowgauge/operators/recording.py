@@ -261,8 +261,8 @@ def record_operators(
 
     Args:
         model: the model; within ``DistributedDataParallel`` or ``torch.compile`` the one inside.
-        run: one forward of the model and its loss, e.g. ``lambda: loss_fn(model(x), y)``. Call the
-            model itself, not what ``torch.compile`` made of it.
+        run: one forward of the model and its loss, e.g. ``lambda: loss_fn(model(x), y)``. What
+            ``torch.compile`` made of the model runs uncompiled here.
         keep_arguments: keep the arguments of the first call of each signature.
 
     Raises:
@@ -283,7 +283,8 @@ def record_operators(
     with plan.applied(model, mismatch="ignore", recording=recording):
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
-            with torch.random.fork_rng(devices=devices):
+            eager = torch.compiler.set_stance("force_eager")  # or Dynamo would trace the recording
+            with torch.random.fork_rng(devices=devices), eager:
                 run()
         finally:
             recording.finish()
