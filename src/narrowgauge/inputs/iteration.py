@@ -158,6 +158,8 @@ class FeedIterator:
             if isinstance(item, Failure):
                 error = item.error
                 del item  # or error, traceback and this frame would hold each other
+                if isinstance(error, StopIteration):  # which would end the loop as if all were read
+                    raise RuntimeError("on_device raised StopIteration") from error
                 raise error
             own = Told(Word.END) if isinstance(item, Over) else self._have(item)
             waited = time.perf_counter()

@@ -105,7 +105,7 @@ class Exchange:
         self._failure = self._failure or CollectiveError(text)
         number = self.transport.reserve(1)
         for peer in self.transport.peers:
-            greeting = _greeting(text.encode())
+            greeting = _greeting(text.encode(errors="backslashreplace"))
             work = self.transport.send(greeting, peer, tag_of(number, 0))
             self._refusals.append((greeting, work))
 
