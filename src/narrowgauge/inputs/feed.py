@@ -8,6 +8,7 @@ better choice; either way the same samples arrive at the same ranks in the same 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -174,7 +175,9 @@ class Feed:
         self._active: weakref.ref[FeedIterator] | None = None
         self._pipelines: list[Pipeline] = []  # the last one; a list, for who ends it at the end
         self._closed = False
-        self._finalizer = weakref.finalize(self, _end, self._parts.consent, self._pipelines)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._parts.consent, self._pipelines
+        )
 
     def __iter__(self) -> FeedIterator:
         """Begin reading ahead.
@@ -327,8 +330,10 @@ def _own(
     return None if found is None else found[rank]
 
 
-def _end(consent: Consent, pipelines: list[Pipeline]) -> None:
+def _end(process: int, consent: Consent, pipelines: list[Pipeline]) -> None:
     """End all threads; at the interpreter's exit too, where C++ code could be cut short."""
+    if os.getpid() != process:  # forked: threads and connections are the parent's
+        return
     for pipeline in pipelines:
         pipeline.close()
     consent.close()
