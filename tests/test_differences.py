@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -137,6 +139,43 @@ def test_encodes_and_applies_what_is_found_by_trying_all(implementation: str, na
             after.isnan() & wanted.isnan()
         )
         assert bool(same.all())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_sixteen_bits_are_those_of_ml_dtypes(implementation: str, name: str) -> None:
+    """numpy subtracts, ml_dtypes (numpy itself for fp16) rounds; none of our own code is asked."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bf16" else np.float16)
+    size = 32
+    blocks = difference_blocks(name, size)
+    torch.manual_seed(3)
+    base = torch.randn(1024)
+    ties = (1.0 + torch.arange(1024) * 2.0**-12) * torch.tensor([1.0, -1.0]).repeat(512)
+    ties[::size] = 65519.996 if name == "fp16" else 1e30  # the last number that fits, and the rest
+    spread = base * 10.0 ** torch.randint(-12, 12, (1024,))
+    for master, replica in (
+        (base, base + 1e-4 * torch.randn(1024)),
+        (base, torch.zeros(1024)),
+        (spread, spread.flip(0)),
+        (ties, torch.zeros(1024)),
+        (torch.zeros(1024), torch.zeros(1024)),
+    ):
+        difference = (master.numpy() - replica.numpy()).reshape(-1, size)
+        exponents = np.zeros((len(difference), 1))
+        if name == "fp16":  # the largest power of two under which no number rounds to infinity
+            largest = np.abs(difference).max(1, keepdims=True).astype(np.float64)
+            exponents = np.floor(np.log2(65520.0 / np.where(largest > 0, largest, 65519.0)))
+            exponents -= largest * 2.0**exponents >= 65520.0
+            exponents = np.where(largest > 0, np.minimum(exponents, 127), 0.0)
+        codes = (difference.astype(np.float64) * 2.0**exponents).astype(np.float32).astype(dtype)
+        message = torch.zeros(sum(difference_sizes(1024, blocks)), dtype=torch.uint8)
+        assert encode_difference(master, replica, blocks, message) == 0
+        found = message.numpy()
+        assert (found[: len(difference)] == 127 - exponents.flatten()).all()
+        assert (found[len(difference) :].view(np.uint16) == codes.flatten().view(np.uint16)).all()
+        change = (codes.astype(np.float64) * 2.0**-exponents).astype(np.float32).flatten()
+        after = replica.clone()
+        apply_difference(message, blocks, after)
+        assert (after.numpy() == replica.numpy() + change).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

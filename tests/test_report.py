@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge import report
+from narrowgauge.ledger import Ledger
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -101,6 +102,26 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
     assert "First &lt;b&gt;." in page
     assert "a &amp; b" in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_parameters_show_bytes_times_and_the_error_of_replicas() -> None:
+    ledger = Ledger()
+    for seconds in (0.001, 0.003):
+        ledger.record(
+            "parameters",
+            bytes_sent=5_000,
+            codec_seconds=seconds,
+            wire_seconds=2 * seconds,
+            wait_seconds=0.0125,
+        )
+    rank_0 = {**ledger.as_dict()["parameters"], "error": 7.2e-6}
+    rank_1 = {**rank_0, "wait_seconds_per_step": None, "error": 0.0}
+    table = report.parameters({"rank 0": rank_0, "rank 1": rank_1})
+    assert [tuple(row) for row in table.rows] == [
+        ("rank 0", "2", "5.0 kB", "2.00 ms", "4.00 ms", "12.50 ms", "7.2e-06"),
+        ("rank 1", "2", "5.0 kB", "2.00 ms", "4.00 ms", "–", "0.0e+00"),
+    ]
+    assert "Updated parameters" in table.html()
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,42 @@ def stalls(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table("Waiting for inputs", (*columns, "copy", "high water"), rows, notes)
 
 
+def parameters(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What it took to bring updated parameters to all ranks, and how far replicas are off.
+
+    Args:
+        ranks: by the rank's name, its ledger's means and its error, as plain numbers
+            (``{**optimizer.ledger.as_dict()["parameters"], "error": optimizer.largest_error()}``).
+    """
+    columns = (
+        "parameters",
+        "steps",
+        "sent per step",
+        "coding",
+        "wire",
+        "waited",
+        "replicas off by",
+    )
+    rows = []
+    for name, found in ranks.items():
+        seconds = (found[f"{key}_seconds_per_step"] for key in ("codec", "wire", "wait"))
+        rows.append(
+            (
+                name,
+                f"{found['steps']}",
+                bytes_text(found["bytes_sent_per_step"]),
+                *("–" if value is None else f"{value * 1e3:.2f} ms" for value in seconds),
+                f"{found['error']:.1e}",
+            )
+        )
+    note = (
+        "Means per step. Coding and wire overlap; waited is what the step took beside its update. "
+        "Replicas are off from float32 masters by that share of the largest master of the rank, "
+        "until the next step, whose difference makes up for it."
+    )
+    return Table("Updated parameters", columns, rows, [note])
+
+
 def write_html(
     path: str | Path, *, title: str, introduction: Sequence[str], parts: Sequence[Table | Figure]
 ) -> Path:

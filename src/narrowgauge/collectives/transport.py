@@ -262,7 +262,8 @@ def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
     """Tell ranks that come to the next meeting that this one will not, and why; do not wait."""
     rank = dist.get_rank(group)
     if rank >= 0:
-        _next_meeting(members_of(group)).set(f"rank{rank}", f"refused {_restarts()} {error}")
+        text = str(error).encode(errors="backslashreplace").decode()  # surrogates have no bytes
+        _next_meeting(members_of(group)).set(f"rank{rank}", f"refused {_restarts()} {text}")
 
 
 def _check_answer(rank: int, answer: str, own: int) -> None:

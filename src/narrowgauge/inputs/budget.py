@@ -12,6 +12,7 @@ import threading
 import time
 
 _COURTESY = 1e-3
+_MOST_AHEAD = 1 << 30  # ranks tell each other in 64 bits
 
 
 class Closed(Exception):
@@ -67,7 +68,7 @@ class Budget:
         """How many batches there may be beside the one in use; 1 until one was seen."""
         if not self.most:
             return 1
-        return max(1, min(self._depth, self._max_bytes // self.most - 1))
+        return max(1, min(self._depth, self._max_bytes // self.most - 1, _MOST_AHEAD))
 
 
 class Horizon:

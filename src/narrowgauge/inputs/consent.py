@@ -199,7 +199,7 @@ class _Ear:
 
 def _packed(text: str) -> torch.Tensor:
     """A text in a message of fixed size; what is too long lacks its middle."""
-    raw = text.encode()
+    raw = text.encode(errors="backslashreplace")  # names of files may hold surrogates
     if len(raw) > _TEXT_BYTES:
         half = _TEXT_BYTES // 2 - 8
         raw = raw[:half] + b" [...] " + raw[-half:]
@@ -209,7 +209,11 @@ def _packed(text: str) -> torch.Tensor:
 def described(error: BaseException) -> str:
     """Type, text and traceback of an error, for other ranks."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    return f"{type(error).__name__}: {error}\n\n{''.join(lines)}"
+    try:
+        text = str(error)
+    except Exception:  # the others must hear of it all the same
+        text = "(its text cannot be read)"
+    return f"{type(error).__name__}: {text}\n\n{''.join(lines)}"
 
 
 def verdict(told: dict[int, Told], own: Told, rank: int, names: Sequence[str]) -> Word:

@@ -8,6 +8,7 @@ better choice; either way the same samples arrive at the same ranks in the same 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -120,12 +121,19 @@ class Feed:
                 if seed is None:
                     seed = draw_seed(loader) if is_indexed(loader) else 0
             stage = Stage(target, on_device)
+            self._world_size = 1 if alone else dist.get_world_size(group)
+            divide = partial(_divide, self._world_size, tail)
+            self._source: Source | None = None
+            if reads:
+                alone_here = source == "rank0" or self._world_size == 1
+                own_part = None if alone_here else partial(_own, divide, self._rank)
+                self._source = source_of(loader, seed or 0, own_part)
+            own_facts = _facts(self._source)
         except Exception as error:
             if not alone:
                 refuse(group, error)  # or the others would wait for this rank
             raise
         self._transport: Transport | None = None
-        self._world_size = 1 if alone else dist.get_world_size(group)
         patience = limit
         if self._world_size > 1:
             settings = {
@@ -141,14 +149,8 @@ class Feed:
         self._tail: Tail = tail
         self._depth, self._max_bytes = depth, max_bytes
         self._budget = Budget(depth, max_bytes)
-        divide = partial(_divide, self._world_size, tail)
-        self._source: Source | None = None
         self._seed = seed or 0
-        if reads:
-            alone_here = source == "rank0" or self._world_size == 1
-            own_part = None if alone_here else partial(_own, divide, self._rank)
-            self._source = source_of(loader, self._seed, own_part)
-        self._length, self._batches, self._full = self._share_facts()
+        self._length, self._batches, self._full = self._share_facts(*own_facts)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if self._transport is not None and source == "rank0":
@@ -173,7 +175,9 @@ class Feed:
         self._active: weakref.ref[FeedIterator] | None = None
         self._pipelines: list[Pipeline] = []  # the last one; a list, for who ends it at the end
         self._closed = False
-        self._finalizer = weakref.finalize(self, _end, self._parts.consent, self._pipelines)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._parts.consent, self._pipelines
+        )
 
     def __iter__(self) -> FeedIterator:
         """Begin reading ahead.
@@ -292,22 +296,27 @@ class Feed:
         active = None if self._active is None else self._active()
         return None if active is None or active.over else active
 
-    def _share_facts(self) -> tuple[int | None, int | None, int]:
+    def _share_facts(
+        self, length: int, batches: int, full: int
+    ) -> tuple[int | None, int | None, int]:
         """Samples, batches of an epoch and samples of a batch (and the seed), as rank 0 says."""
-        source = self._source
-        length = -1 if source is None or source.length is None else source.length
-        batches = -1 if source is None or source.batches is None else source.batches
-        full = 0 if source is None else source.full
         if self._transport is not None:
             own = [self._seed, length, batches, full]
             facts = torch.tensor(own, dtype=torch.int64, device="cpu")
             self._seed, length, batches, full = self._transport.all_gather(facts)[0].tolist()
-        if source is not None:
-            source.seed = self._seed
+        if self._source is not None:
+            self._source.seed = self._seed
         return (None if length < 0 else length), (None if batches < 0 else batches), full
 
 
 # Functions, not methods: what holds a method holds the feed, which then ends late or never.
+
+
+def _facts(source: Source | None) -> tuple[int, int, int]:
+    """Samples and batches of an epoch, -1 where unknown, and samples of a full batch."""
+    length = -1 if source is None or source.length is None else source.length
+    batches = -1 if source is None or source.batches is None else source.batches
+    return length, batches, 0 if source is None else source.full
 
 
 def _divide(world_size: int, tail: Tail, total: int, full: int) -> list[Share] | None:
@@ -321,8 +330,10 @@ def _own(
     return None if found is None else found[rank]
 
 
-def _end(consent: Consent, pipelines: list[Pipeline]) -> None:
+def _end(process: int, consent: Consent, pipelines: list[Pipeline]) -> None:
     """End all threads; at the interpreter's exit too, where C++ code could be cut short."""
+    if os.getpid() != process:  # forked: threads and connections are the parent's
+        return
     for pipeline in pipelines:
         pipeline.close()
     consent.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ class FeedIterator:
         self._number = 0
         self._used: Delivery | None = None
         self._delivered_at = 0.0
+        self._process = os.getpid()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -151,6 +153,11 @@ class FeedIterator:
         """
         if self.over:
             raise StopIteration
+        if self._is_copy:
+            raise RuntimeError(
+                "this iteration over a feed was begun before this process was forked; its threads "
+                "and connections belong to the parent process. Iterate there"
+            )
         parts, begin = self._parts, time.perf_counter()
         try:
             self._release()
@@ -158,6 +165,8 @@ class FeedIterator:
             if isinstance(item, Failure):
                 error = item.error
                 del item  # or error, traceback and this frame would hold each other
+                if isinstance(error, StopIteration):  # which would end the loop as if all were read
+                    raise RuntimeError("on_device raised StopIteration") from error
                 raise error
             own = Told(Word.END) if isinstance(item, Over) else self._have(item)
             waited = time.perf_counter()
@@ -195,7 +204,7 @@ class FeedIterator:
 
     def close(self) -> None:
         """Leave the iteration: it ends on all ranks, before the batch not yet asked for."""
-        if not self.over:
+        if not self.over and not self._is_copy:
             self._tell_others(Told(Word.STOP))
             self._progress.ended_by = (self._parts.rank,)
             self._end()
@@ -203,6 +212,11 @@ class FeedIterator:
     def __del__(self) -> None:
         with suppress(Exception):
             self.close()
+
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this is the copy in a forked process, which must not speak for its parent."""
+        return os.getpid() != self._process
 
     def _take(self) -> Delivery | Failure | Over:
         parts = self._parts

@@ -21,7 +21,7 @@ from narrowgauge.inputs.budget import Budget, Closed, Horizon
 from narrowgauge.inputs.source import Position, Read, Source
 from narrowgauge.inputs.split import Share
 from narrowgauge.inputs.staging import Stage, Staged
-from narrowgauge.inputs.structure import byte_count, cut
+from narrowgauge.inputs.structure import Habits, byte_count, cut
 from narrowgauge.inputs.wire import Header, Kind, Receiver, Sender
 
 
@@ -107,6 +107,7 @@ class Pipeline:
         self._stage = stage
         self._budget = budget
         self._beat = beat
+        self._habits = Habits()
         self._inbox: queue.SimpleQueue[Read | Failure | Over] = queue.SimpleQueue()
         self.ready: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.here = Horizon()
@@ -176,7 +177,7 @@ class Pipeline:
         share = shares[self._rank]
         if read.share is not None:  # it was read alone
             share = Share(0, read.share.rows, read.share.rows, read.rows)
-        skeleton, tensors = cut(read.batch, read.rows, share)
+        skeleton, tensors = cut(read.batch, read.rows, share, self._habits)
         staged = self._stage.bring(skeleton, tensors, None, self._budget.room + 1)
         self._budget.hold(staged.new_bytes, read.held + staged.new_bytes)
         delivery = Delivery(
@@ -244,7 +245,7 @@ class Pipeline:
         for rank, share in enumerate(shares):
             if rank == self._rank:
                 continue
-            parts[rank] = cut(read.batch, read.total, share)
+            parts[rank] = cut(read.batch, read.total, share, self._habits)
             headers[rank] = Header(
                 Kind.BATCH,
                 number,

@@ -11,6 +11,8 @@ from narrowgauge.inputs.split import TAILS
 from narrowgauge.ledger import Ledger
 
 STATE_VERSION = 1
+_SHORTEST = timedelta(milliseconds=50)  # ranks say three times as often that they live
+_LONGEST = timedelta(days=365)
 _KEYS = ("version", "epoch", "samples", "digest", "full", "seed", "length", "source")
 
 
@@ -45,11 +47,18 @@ def check_arguments(
         raise ValueError(f"seed is {seed}; allowed: 0 to 2**63 - 1")
     if not isinstance(ledger, (Ledger, type(None))):
         raise TypeError(f"ledger is {ledger!r}; allowed: a Ledger, or None")
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
-    raise ValueError(f"timeout is {timeout!r}; allowed: seconds above 0, or such a timedelta")
+    limit = timeout
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        try:
+            limit = timedelta(seconds=timeout)
+        except (ValueError, OverflowError):  # NaN, infinity
+            limit = None
+    if not isinstance(limit, timedelta) or not _SHORTEST <= limit <= _LONGEST:
+        raise ValueError(
+            f"timeout is {timeout!r}; allowed: {_SHORTEST.total_seconds():g} seconds to "
+            f"{_LONGEST.days} days, as a number of seconds or a timedelta"
+        )
+    return limit
 
 
 def saved_state(position: Position, seed: int, length: int | None) -> dict[str, Any]:

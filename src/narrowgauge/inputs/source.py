@@ -9,6 +9,7 @@ restore its own state, as torchdata's StatefulDataLoader does.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import time
@@ -28,6 +29,8 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from narrowgauge.inputs.split import Share, batches, rows_of
@@ -151,6 +154,12 @@ class IndexedSource:
             rows = len(indices) if share is None else max(share.rows, 1)
             position = Position(start.epoch, samples, digest.text, full)
             yield Read(batch, len(indices), rows, share, position, seconds)
+        if self._plan.drawn:
+            raise RuntimeError(
+                f"reading ended behind sample {samples} of epoch {start.epoch}, although there are "
+                "more: the dataset, its transform or collate_fn raised StopIteration (a next() "
+                "without a default, often). Let it raise another error, or none"
+            )
 
     def _lists(self, start: Position, digest: Digest) -> Iterator[list[Any]]:
         """Indices of the batches behind ``start``; those before go into ``digest``."""
@@ -386,6 +395,9 @@ def _order(sampler: Any, seed: int, epoch: int) -> Iterable[Any]:
             sampler.num_samples,
             generator=generator,
         )
+    if type(sampler) in (WeightedRandomSampler, SubsetRandomSampler):
+        sampler = copy.copy(sampler)
+        sampler.generator = torch.Generator().manual_seed(_mixed(seed, epoch, "order"))
     _set_epoch(sampler, epoch)
     found: Iterable[Any] = iter(sampler)
     return found

@@ -7,7 +7,8 @@ many samples there are, so it stays the same from batch to batch and is sent onc
 How samples are told from other dimensions: the first dimension of every tensor is the sample's,
 unless it has none (0-d tensors go to all ranks). A list or tuple of as many elements as there are
 samples is cut too, if its elements hold no tensors or tensors that cannot be cut themselves (such
-as images of different sizes, one per sample).
+as images of different sizes, one per sample). Where a list could be read both ways (a last batch of
+two samples, say, with two lists of names), batches before it decide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -109,9 +110,9 @@ def _with_values(tree: Any, change: Callable[[Any, str], Any], path: str) -> Any
             mapping[key] = value
         return mapping
     clone = copy.copy(tree)
-    for field in dataclasses.fields(tree):
-        value = change(getattr(tree, field.name), f"{path}.{field.name}")
-        object.__setattr__(clone, field.name, value)  # also where it is frozen
+    for own in dataclasses.fields(tree):
+        value = change(getattr(tree, own.name), f"{path}.{own.name}")
+        object.__setattr__(clone, own.name, value)  # also where it is frozen
     return clone
 
 
@@ -158,25 +159,56 @@ def samples_in(batch: Any) -> int:
     )
 
 
-def cut(batch: Any, total: int, share: Share) -> tuple[Any, list[torch.Tensor]]:
+@dataclass
+class Habits:
+    """What batches have shown of their lists, by path: it decides where one could mean both.
+
+    Attributes:
+        columns: paths of lists with more or fewer elements than there were samples.
+        per_sample: paths of lists with one element per sample.
+    """
+
+    columns: set[str] = field(default_factory=set)
+    per_sample: set[str] = field(default_factory=set)
+
+
+def cut(
+    batch: Any, total: int, share: Share, habits: Habits | None = None
+) -> tuple[Any, list[torch.Tensor]]:
     """The skeleton and the tensors of what a share holds of a batch of ``total`` samples.
 
     Tensors are views of the batch where they can be: where no sample is repeated and samples lie
     one behind the other.
 
+    Args:
+        batch: as it was read.
+        total: samples in it.
+        share: what to cut out.
+        habits: of the batches before; this one adds its own.
+
     Raises:
         BatchError: a tensor has another first dimension than ``total``, or is of a kind that cannot
-            travel; it names the tensor.
+            travel, or nothing can be cut, or it could be in two ways; it names the place.
     """
-    knife = _Knife(total, share)
-    return knife.cut(batch, "batch"), knife.tensors
+    knife = _Knife(total, share, habits or Habits())
+    skeleton = knife.cut(batch, "batch")
+    if not knife.has_cut and not knife.takes_all:
+        raise BatchError(
+            f"the source gave {_described(batch)} in which nothing counts samples, so every rank "
+            "would get all of it; give tensors whose first dimension counts samples, in tuples, "
+            "dicts or dataclasses"
+        )
+    return skeleton, knife.tensors
 
 
 class _Knife:
-    def __init__(self, total: int, share: Share) -> None:
+    def __init__(self, total: int, share: Share, habits: Habits) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.has_cut = False
+        self.takes_all = share.indices == list(range(total))
         self._total = total
         self._share = share
+        self._habits = habits
 
     def cut(self, tree: Any, path: str) -> Any:
         if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
@@ -186,20 +218,39 @@ class _Knife:
         return self._leaf(tree, path, whole=False)
 
     def _cut_sequence(self, tree: Any, path: str) -> Any:
-        per_sample = len(tree) == self._total
+        habits = self._habits
+        if tree and len(tree) != self._total:
+            habits.columns.add(path)
+        per_sample = len(tree) == self._total and path not in habits.columns
         if per_sample and not tensors_of(tree):
+            self._check_not_square(tree, path)
             return self._elements(tree, path)
         before = len(self.tensors)
         try:
-            return _with_values(tree, self.cut, path)
+            columns = _with_values(tree, self.cut, path)
         except BatchError:
             if not per_sample:
                 raise
+        else:
+            if not (per_sample and path in habits.per_sample):
+                return columns
         del self.tensors[before:]
         return self._elements(tree, path)
 
+    def _check_not_square(self, tree: Any, path: str) -> None:
+        """Raise if a list could hold a list per sample or a list per field, and none showed."""
+        square = all(isinstance(each, (list, tuple)) and len(each) == self._total for each in tree)
+        if square and path not in self._habits.per_sample and not self.takes_all:
+            raise BatchError(
+                f"{path} has {self._total} elements of {self._total} elements each, and the batch "
+                f"holds {self._total} samples: it could be one per sample, or one per field. Give "
+                "fields in a dict, or what belongs to a sample in an object of its own"
+            )
+
     def _elements(self, tree: Any, path: str) -> Any:
         """The elements that belong to the share, each as a whole."""
+        self.has_cut = True
+        self._habits.per_sample.add(path)
         return type(tree)(
             rebuild(tree[n], lambda leaf, where: self._leaf(leaf, where, True), f"{path}[{n}]")
             for n in self._share.indices
@@ -235,6 +286,7 @@ class _Knife:
                     "sample, an element of a list with one element per sample"
                 )
             tensor = self._rows(tensor)
+            self.has_cut = True
         channels_last = _is_channels_last(tensor)
         shape = tuple(tensor.shape[has_rows:])
         self.tensors.append(tensor if channels_last else tensor.contiguous())

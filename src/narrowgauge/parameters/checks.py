@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from narrowgauge.collectives.link import Link
 from narrowgauge.collectives.transport import Transport
+from narrowgauge.ledger import Ledger
 from narrowgauge.parameters.space import Space
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +44,16 @@ def check_arguments(
             raise ValueError(f"{name} is {number!r}; allowed: whole numbers from {least}")
     if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
         raise ValueError(f"timeout is {timeout!r}; allowed: a datetime.timedelta above 0, or None")
+
+
+def check_kinds(whole_parameters: Any, adapt: Any, link: Any, ledger: Any) -> None:
+    """Raise TypeError for arguments of a wrong type."""
+    for name, flag in (("whole_parameters", whole_parameters), ("adapt", adapt)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r}; allowed: True or False")
+    for name, value, kind in (("link", link, Link), ("ledger", ledger, Ledger)):
+        if not isinstance(value, (kind, type(None))):
+            raise TypeError(f"{name} is {value!r}; allowed: a {kind.__name__}, or None")
 
 
 def check_parameters(parameters: Sequence[tuple[str, Tensor, int]]) -> None:

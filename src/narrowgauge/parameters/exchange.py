@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,17 +106,20 @@ class Exchange:
         self._failure = self._failure or CollectiveError(text)
         number = self.transport.reserve(1)
         for peer in self.transport.peers:
-            greeting = _greeting(text.encode())
+            greeting = _greeting(text.encode(errors="backslashreplace"))
             work = self.transport.send(greeting, peer, tag_of(number, 0))
             self._refusals.append((greeting, work))
 
-    def run(self, spaces: Sequence[Space], step: int, plain: bool = False) -> Exchanged:
+    def run(
+        self, spaces: Sequence[Space], step: int, plain: bool = False, settings: str = ""
+    ) -> Exchanged:
         """Bring the replicas of all ranks to what masters are.
 
         Args:
             spaces: all of them, equal on every rank.
             step: its number, equal on every rank.
             plain: masters as they are, whatever the format.
+            settings: of the param groups, as text equal on every rank.
 
         Raises:
             CollectiveError: a rank died, did not come, refused, or is at another step.
@@ -155,13 +159,14 @@ class Exchange:
             if blocks is None:
                 for space in spaces:
                     _check_finite(space, result)
-            status = _READY + f"{step} {plain} ".encode()
+            own = f"{step} {plain} {zlib.crc32(settings.encode())}"
+            status = _READY + f"{own} ".encode()
             if result.not_finite:
                 space, index = result.not_finite[0]
                 status += f"nan {spaces.index(space)} {index} ".encode()
             send(_greeting(status), tag_of(first, 0))
             if blocks is None:  # masters arrive in the parameters themselves: not before all agree
-                self._agree(greeted, greetings, result, step, plain, spaces)
+                self._agree(greeted, greetings, result, own, spaces)
                 if result.not_finite:
                     transport.wait(sends, "sending parameters to")
                     return result
@@ -172,7 +177,7 @@ class Exchange:
                     if chunk.messages[peer].numel()
                 ]
             if blocks is not None:
-                agree = partial(self._agree, greeted, greetings, result, step, plain, spaces)
+                agree = partial(self._agree, greeted, greetings, result, own, spaces)
                 self._inbox.put(partial(self._do, result, agree))
             for chunk, tag in zip(chunks, tags, strict=True):
                 if blocks is not None:
@@ -208,27 +213,33 @@ class Exchange:
         greeted: list[tuple[int, dist.Work]],
         greetings: dict[int, Tensor],
         result: Exchanged,
-        step: int,
-        plain: bool,
+        own: str,
         spaces: Sequence[Space],
     ) -> None:
         """Wait until all ranks are here, at this step; raise what one of them could not do."""
         begin = time.perf_counter()
         self.transport.wait(greeted, "before exchanging parameters, waiting for")
         result.wire_seconds += time.perf_counter() - begin
-        own = f"{step} {plain}"
+        step, how, settings = own.split()
         for peer in sorted(greetings):
             text = bytes(greetings[peer].tolist()).rstrip(b"\0")
             name = self.transport.named([peer])
             if not text.startswith(_READY):
                 raise CollectiveError(f"{name} did not step: {text.decode(errors='replace')}")
-            number, how, *found = text.removeprefix(_READY).decode().split()
-            if f"{number} {how}" != own:
+            number, its_how, its_settings, *found = text.removeprefix(_READY).decode().split()
+            if (number, its_how) != (step, how):
                 raise CollectiveError(
                     f"{name} is at step {number} of its ShardedOptimizer, "
                     f"{self.transport.named([self.transport.rank])} at {step}: all ranks must step "
                     "equally often. A GradScaler skips steps where it finds infinities, on each "
                     "rank by itself; torch.distributed.fsdp.ShardedGradScaler skips on all"
+                )
+            if its_settings != settings:
+                raise CollectiveError(
+                    f"{name} has other settings in its param groups (lr, weight_decay) at step "
+                    f"{step} than {self.transport.named([self.transport.rank])}: each would train "
+                    "its part in another way. A scheduler that follows a loss must follow one that "
+                    "is equal on all ranks"
                 )
             if found:
                 result.not_finite.append((spaces[int(found[1])], int(found[2])))

@@ -31,6 +31,7 @@ from narrowgauge.ledger import Ledger
 from narrowgauge.parameters import checkpoint
 from narrowgauge.parameters.checks import (
     check_arguments,
+    check_kinds,
     check_parameters,
     described,
     description_of,
@@ -115,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ready = False
         try:
             check_arguments(optimizer_class, tolerance, check_every, message_bytes, timeout)
+            check_kinds(whole_parameters, adapt, link, ledger)
             self._optimizer_class, self._settings = optimizer_class, defaults
             self._whole, self._check_every = whole_parameters, check_every
             self._blocks = _blocks(format, block)
@@ -186,16 +188,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: they cannot be sharded, or are here already.
             CollectiveError: other ranks add others.
         """
-        super().add_param_group(param_group)
         if not self._ready:
+            super().add_param_group(param_group)
             return
-        parameters = self._unsharded()
-        arguments = self._arguments_of(self.param_groups[-1])
+        count = len(self.param_groups)
         try:
+            super().add_param_group(param_group)
+            parameters = self._unsharded()
+            arguments = self._arguments_of(self.param_groups[-1])
             check_parameters(parameters)
             check_divisible(self._optimizer_class, self._settings, arguments, self._whole)
-        except Exception:
-            self.param_groups.pop()
+        except Exception as error:
+            del self.param_groups[count:]
+            if self._spaces:  # the others compare what they add: show them something else
+                self._transport.all_gather(fingerprint(f"refused: {error}"))
             raise
         self.local.add_param_group({**arguments, "params": [_nothing()]})
         self._shard(parameters, described(arguments))
@@ -222,7 +228,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not theirs.equal(own):
                     raise CollectiveError(
                         f"{transport.named([rank])} adds other parameters to its ShardedOptimizer "
-                        f"than {transport.named([transport.rank])}; all ranks must add the same"
+                        f"than {transport.named([transport.rank])}, or refused them; all ranks "
+                        "must add the same. Look at its output"
                     )
         spaces = []
         for dtype in dict.fromkeys(parameter.dtype for _, parameter, _ in parameters):
@@ -324,7 +331,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _send(self, reductions: list[Reduction]) -> None:
         self._steps += 1
         begin = time.perf_counter()
-        exchanged = self._exchange.run(self._spaces, self._steps)
+        settings = [self._arguments_of(group) for group in self.param_groups]
+        exchanged = self._exchange.run(self._spaces, self._steps, settings=described(settings))
         waited = time.perf_counter() - begin
         if reductions:
             self.ledger.record(
@@ -443,8 +451,11 @@ def _blocks(format: FormatLike, block: int) -> DifferenceBlocks | None:
 
 
 def _nothing() -> torch.nn.Parameter:
-    """Keeps a group without pieces on this rank from being empty; optimizers skip it."""
-    return torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device="cpu"))
+    """Keeps a group without pieces on this rank from being empty; optimizers skip it.
+
+    It is a matrix because Muon takes nothing else.
+    """
+    return torch.nn.Parameter(torch.zeros(0, 0, dtype=torch.float32, device="cpu"))
 
 
 def _take_from_rank_0(transport: Transport, spaces: Sequence[Space]) -> None:
