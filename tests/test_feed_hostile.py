@@ -197,6 +197,26 @@ def test_a_forked_copy_of_a_feed_does_not_speak_for_its_parent(source: str) -> N
     assert [codes for _, codes in results] == [[0], [0]]
 
 
+def keeps_its_error() -> int:
+    feed = ng.Feed(DataLoader(Numbers(24), batch_size=4), timeout=10)
+    kept, count = [], 0
+    try:
+        with feed:
+            for _ in feed:
+                count += 1
+                if dist.get_rank() == 1 and count == 2:
+                    raise KeyError("in the loop")
+    except KeyError as error:
+        kept.append(error)  # and with it the frame, and with that the iteration
+    dist.barrier()
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_error_of_the_loop_that_is_kept_ends_it_on_all_ranks_inside_of_with() -> None:
+    assert run_ranks(keeps_its_error, 2, timeout=25) == [2, 2]
+
+
 @pytest.mark.parametrize(
     "timeout",
     [float("nan"), float("inf"), 1e-9, 0.01, 0, -1.0, 1e12, "60", timedelta(0), None, True],
