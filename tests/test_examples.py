@@ -8,10 +8,14 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
+
+from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -144,6 +148,44 @@ def test_what_the_pages_show_runs(page: str) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def on_each_rank(page: str, folder: str) -> None:
+    """Run what a page shows with the names it takes for granted."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import narrowgauge
+
+    warnings.simplefilter("ignore")
+    pixels = torch.randint(0, 255, (24, 3, 8, 8), dtype=torch.uint8)
+    labels = torch.randint(0, 10, (24,))
+    shown: dict[str, Any] = {
+        "torch": torch,
+        "narrowgauge": narrowgauge,
+        "DataLoader": DataLoader,
+        "DistributedDataParallel": DistributedDataParallel,
+        "criterion": nn.CrossEntropyLoss(),
+        "model": nn.Sequential(nn.Flatten(), nn.Linear(192, 10)),
+        "dataset": TensorDataset(pixels, labels),
+        "device": "cpu",
+        "loader": [(pixels.float() / 255, labels)] * 3,
+        "folder": folder,
+        "path": f"{folder}/state-{torch.distributed.get_rank()}.pt",
+    }
+    text = (PAGES / page).read_text(encoding="utf-8")
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        if "feed.load_state_dict" in code:
+            shown["state"] = {"feed": shown["feed"].state_dict()}
+        code = code.replace("range(90)", "range(1)").replace(", num_workers=4", "")
+        exec(code, shown)
+
+
+@pytest.mark.parametrize("page", ["inputs.md", "parameters.md"])
+def test_what_the_pages_of_movements_show_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
+    run_ranks(on_each_rank, 2, page, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -76,30 +76,35 @@ def read_all(case: str, source: Any) -> list[int]:
     return [number for batch in feed for number in batch.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("case", "own", "others"),
-    [
-        ("stop", "although there are more", "although there are more"),
-        ("on_device", "on_device raised StopIteration", "on_device raised StopIteration"),
-        ("unreadable", "", "failed: Unreadable: (its text cannot be read)"),
-        ("surrogate", "no file", "failed: OSError: no file \\udc80.png"),
-        ("length", "the database is closed", "rank 0 refused its arguments: the database is"),
-        ("opaque", "Opaque in which nothing counts samples", "nothing counts samples"),
-        ("nothing", "NoneType in which nothing counts samples", "nothing counts samples"),
-    ],
-)
-def test_odd_errors_of_a_source_reach_every_rank(case: str, own: str, others: str) -> None:
-    first, second = run_ranks(hostile, 2, case)
-    assert own in first
-    assert others in second
+def what_is_raised(cases: list[str]) -> list[str]:
+    found = []
+    for case in cases:
+        try:
+            read_all(case, "rank0")
+            found.append("no error")
+        except Unreadable:
+            found.append("unreadable")
+        except Exception as error:
+            found.append(str(error).encode(errors="replace").decode())
+    return found
 
 
-def hostile(case: str) -> str:
-    try:
-        read_all(case, "rank0")
-    except (Exception, Unreadable) as error:
-        return "" if isinstance(error, Unreadable) else ascii(str(error)).replace("\\\\", "\\")
-    return "no error"
+ODD = [
+    ("stop", "although there are more", "although there are more"),
+    ("on_device", "on_device raised StopIteration", "on_device raised StopIteration"),
+    ("unreadable", "unreadable", "failed: Unreadable: (its text cannot be read)"),
+    ("surrogate", "no file", "failed: OSError: no file \\udc80.png"),
+    ("length", "the database is closed", "rank 0 refused its arguments: the database is closed"),
+    ("opaque", "Opaque in which nothing counts samples", "nothing counts samples"),
+    ("nothing", "NoneType in which nothing counts samples", "nothing counts samples"),
+]
+
+
+def test_odd_errors_of_a_source_reach_every_rank() -> None:
+    first, second = run_ranks(what_is_raised, 2, [case for case, _, _ in ODD])
+    for (case, own, others), here, there in zip(ODD, first, second, strict=True):
+        assert own in here, case
+        assert others in there, case
 
 
 def test_a_stop_of_the_dataset_is_no_end_of_the_epoch_where_all_ranks_read() -> None:
@@ -190,6 +195,26 @@ def test_a_forked_copy_of_a_feed_does_not_speak_for_its_parent(source: str) -> N
     results = run_ranks(forked, 2, source)
     assert sorted(number for got, _ in results for number in got) == list(range(24))
     assert [codes for _, codes in results] == [[0], [0]]
+
+
+def keeps_its_error() -> int:
+    feed = ng.Feed(DataLoader(Numbers(24), batch_size=4), timeout=10)
+    kept, count = [], 0
+    try:
+        with feed:
+            for _ in feed:
+                count += 1
+                if dist.get_rank() == 1 and count == 2:
+                    raise KeyError("in the loop")
+    except KeyError as error:
+        kept.append(error)  # and with it the frame, and with that the iteration
+    dist.barrier()
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_error_of_the_loop_that_is_kept_ends_it_on_all_ranks_inside_of_with() -> None:
+    assert run_ranks(keeps_its_error, 2, timeout=25) == [2, 2]
 
 
 @pytest.mark.parametrize(

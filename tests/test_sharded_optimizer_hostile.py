@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+import signal
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -17,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import narrowgauge as ng
 from tests.ranks import Raised, run_ranks
 from tests.test_sharded_optimizer import all_equal, data, network, set_gradients
-from tests.training_script import STEPS, resume_sharded
 
-ROOT = Path(__file__).parents[1]
 Sharded = partial(ng.ShardedOptimizer, adapt=False)
 
 NEED_WHOLE_PARAMETERS = {"Adafactor", "Muon"}
@@ -120,28 +117,31 @@ def test_parameters_lie_as_they_lay(world_size: int) -> None:
         assert errors[-1] < 2e-2
 
 
-def with_ddp(gradient_format: str | None) -> list[float]:
-    model = DistributedDataParallel(network(seed=dist.get_rank()))
-    optimizer = Sharded(
-        model.parameters(), torch.optim.AdamW, lr=1e-2, gradient_format=gradient_format
-    )
-    losses = []
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = (model(data(step, dist.get_rank())) - 1).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all_equal(model)
-    return losses
+def with_ddp() -> list[list[float]]:
+    """Losses with DDP alone, and where the optimizer reduces gradients again."""
+    found = []
+    for gradient_format in (None, "fp32", "e5m2"):
+        model = DistributedDataParallel(network(seed=dist.get_rank()))
+        optimizer = Sharded(
+            model.parameters(), torch.optim.AdamW, lr=1e-2, gradient_format=gradient_format
+        )
+        losses = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = (model(data(step, dist.get_rank())) - 1).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert all_equal(model)
+        found.append(losses)
+    return found
 
 
 def test_a_mean_of_means_is_the_mean_under_ddp_too() -> None:
     """Reducing what DDP has averaged already costs bytes, and changes nothing but its rounding."""
-    plain = run_ranks(with_ddp, 2, None)
-    for format, tolerance in (("fp32", 1e-5), ("e5m2", 2e-2)):
-        for losses, expected in zip(run_ranks(with_ddp, 2, format), plain, strict=True):
-            assert losses == pytest.approx(expected, abs=tolerance)
+    for plain, again, narrow in run_ranks(with_ddp, 2):
+        assert again == pytest.approx(plain, abs=1e-5)
+        assert narrow == pytest.approx(plain, abs=2e-2)
 
 
 def disagree(case: str) -> None:
@@ -192,31 +192,59 @@ def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], text: st
         ng.ShardedOptimizer(network().parameters(), torch.optim.SGD, lr=0.1, **arguments)
 
 
-def uninterrupted(folder: str) -> list[float]:
+STEPS, SAVED, KILLED = 10, 5, 7
+
+
+def trained(folder: str, killed: bool) -> list[float]:
+    """Losses of a training with a feed, sharded parameters, and gradients that these reduce."""
+    import torch.distributed.checkpoint as checkpoint
+
     warnings.simplefilter("ignore")
-    resume_sharded(Path(folder), STEPS)
-    losses: list[float] = json.loads((Path(folder) / f"losses-{dist.get_rank()}.json").read_text())
+    rank, path = dist.get_rank(), Path(folder) / "checkpoint"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 100), nn.ReLU(), nn.Linear(100, 4))
+    optimizer = Sharded(
+        model.named_parameters(),
+        torch.optim.AdamW,
+        gradient_format="e5m2",
+        lr=1e-2,
+        timeout=timedelta(seconds=5),
+    )
+    samples = TensorDataset(torch.randn(16 * STEPS, 32))
+    loader = DataLoader(samples, batch_size=16, shuffle=True) if rank == 0 else None
+    feed = ng.Feed(loader, source="rank0", seed=3, timeout=5)
+    losses: list[float] = []
+    if path.exists():
+        state = {"optimizer": optimizer.state_dict()}
+        checkpoint.load(state, checkpoint_id=path)
+        optimizer.load_state_dict(state["optimizer"])
+        other = torch.load(path / "other.pt")
+        feed.load_state_dict(other["feed"])
+        losses = other["losses"][rank]
+    for number, (batch,) in enumerate(feed, start=len(losses)):
+        if killed and number == KILLED and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss = (model(batch) - 1).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if number + 1 == SAVED:
+            checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=path)
+            everybodys: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybodys, losses)
+            if rank == 0:
+                torch.save({"feed": feed.state_dict(), "losses": everybodys}, path / "other.pt")
     return losses
 
 
-def test_torchrun_restarts_feed_and_sharded_parameters_to_the_same_losses(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    expected = run_ranks(uninterrupted, 2, str(whole))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "--max-restarts", "1", "-m"),
-            *("tests.training_script", "sharded", str(killed), "7"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (killed / "killed").exists()
-    assert [json.loads((killed / f"losses-{r}.json").read_text()) for r in range(2)] == expected
-    assert all(len(losses) == STEPS for losses in expected)
+def test_ranks_that_were_killed_train_on_to_the_same_losses(tmp_path: Path) -> None:
+    """As torchrun restarts them: all ranks anew, from the checkpoint."""
+    expected = run_ranks(trained, 2, str(tmp_path / "whole"), False)
+    raised, dead = run_ranks(trained, 2, str(tmp_path / "killed"), True, catch=True)
+    assert dead is None
+    assert isinstance(raised, Raised)
+    assert raised.type_name == "CollectiveError"
+    assert "rank 1" in raised.message
+    assert run_ranks(trained, 2, str(tmp_path / "killed"), False) == expected
+    assert [len(losses) for losses in expected] == [STEPS, STEPS]

@@ -2,7 +2,6 @@
 
 python -m tests.training_script partition            # under benchmarks/network.sh
 torchrun -m tests.training_script resume FOLDER KILL_AT
-torchrun -m tests.training_script sharded FOLDER KILL_AT
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 from narrowgauge.collectives import CollectiveError
 from narrowgauge.gradients import compress
@@ -104,52 +102,6 @@ def resume(folder: Path, kill_at: int) -> None:
     (folder / f"losses-{rank}.json").write_text(json.dumps(losses))
 
 
-def resume_sharded(folder: Path, kill_at: int) -> None:
-    """As :func:`resume`, with a feed, sharded parameters, and gradients that these reduce."""
-    import torch.distributed.checkpoint as checkpoint
-
-    import narrowgauge as ng
-
-    rank = dist.get_rank()
-    network = model().module
-    optimizer = ng.ShardedOptimizer(
-        network.named_parameters(), torch.optim.AdamW, gradient_format="e5m2", adapt=False, lr=1e-2
-    )
-    generator = torch.Generator().manual_seed(0)
-    samples = TensorDataset(torch.randn(16 * STEPS, 32, generator=generator))
-    loader = DataLoader(samples, batch_size=16, shuffle=True) if rank == 0 else None
-    feed = ng.Feed(loader, source="rank0", seed=3, timeout=30)
-    losses: list[float] = []
-    latest = folder / "latest"
-    if latest.exists():
-        state = {"optimizer": optimizer.state_dict()}
-        checkpoint.load(state, checkpoint_id=latest.read_text())
-        optimizer.load_state_dict(state["optimizer"])
-        other = torch.load(f"{latest.read_text()}/other.pt")
-        feed.load_state_dict(other["feed"])
-        losses = other["losses"][rank]
-    for number, (batch,) in enumerate(feed, start=len(losses)):
-        if number == kill_at and rank == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        loss = (network(batch) - 1).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if (number + 1) % EVERY == 0:
-            path = folder / f"step-{number}"
-            checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=path)
-            everybodys: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybodys, losses)
-            if rank == 0:
-                torch.save({"feed": feed.state_dict(), "losses": everybodys}, path / "other.pt")
-                (folder / "new").write_text(str(path))
-                (folder / "new").replace(latest)
-            dist.barrier()
-    (folder / f"losses-{rank}.json").write_text(json.dumps(losses))
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -161,8 +113,6 @@ if __name__ == "__main__":
     )
     if sys.argv[1] == "partition":
         partition()
-    elif sys.argv[1] == "sharded":
-        resume_sharded(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         resume(Path(sys.argv[2]), int(sys.argv[3]))
     dist.destroy_process_group()
