@@ -149,6 +149,12 @@ class Screening:
             self._more = 2 * self._more + 1  # harm that many add up to should not take as long
             self._kept, self._left = None, self._confirmations
 
+    def leave_out(self, items: Mapping[tuple[str, str], str]) -> None:
+        """Exclude operators in formats for another reason than harm, before any is judged."""
+        self.excluded.update(items)
+        self._queue = self._sets()
+        self.sets = len(self._queue) + self._confirmations
+
     def begin_again(self, suspects: Collection[str], reason: str) -> None:
         """Judge all that is left once more: harm changes as the training goes on.
 
