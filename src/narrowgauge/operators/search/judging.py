@@ -40,7 +40,7 @@ def judged_step(
     def judge_some(tape: StepTape) -> None:
         if not setting.simulated and not findings.profile.complete:
             _time_operators(setting, findings, setting.record(tape, keep_arguments=True))
-        judge = setting.judge(tape, findings.float32, setting.formats if screening.alone else ())
+        judge = setting.judge(tape, findings.float32, screening.upcoming(_PER_STEP))
         if judge is None:
             return
         if wire_formats:

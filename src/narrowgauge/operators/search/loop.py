@@ -219,7 +219,9 @@ class OperatorSearch:
         survivors = findings.screening.survivors()
         if not survivors:
             findings.note(
-                "tried", winner="fp32", reason="every operator was found harmful in every format"
+                "tried",
+                winner="fp32",
+                reason="each operator is harmful in every format, or too slow for any plan",
             )
         elif self._setting.simulated:
             findings.note(

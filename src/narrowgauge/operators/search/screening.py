@@ -67,10 +67,9 @@ class Screening:
         """Whether nothing is left to be judged."""
         return not self._queue and (self._left <= 0 or not self.survivors())
 
-    @property
-    def alone(self) -> bool:
-        """Whether operators are still judged alone, or in groups of one signature."""
-        return bool(self._queue)
+    def upcoming(self, sets: int) -> set[str]:
+        """Operators in the next sets that are judged alone, or in a group of one signature."""
+        return {name for _, names in self._queue[:sets] for name in names}
 
     def survivors(self) -> dict[str, str]:
         """The preferred format of each operator among those that were not found harmful."""
