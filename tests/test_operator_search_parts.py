@@ -18,7 +18,13 @@ from narrowgauge import OperatorPlan, quantize
 from narrowgauge.operators import Recording, record_operators
 from narrowgauge.operators.replay import ReplayError, Shadow, StepTape
 from narrowgauge.operators.search.check import diverged, seed_band
-from narrowgauge.operators.search.costs import Profile, cheapest_plan, measure, saved_bytes
+from narrowgauge.operators.search.costs import (
+    Profile,
+    cheapest_plan,
+    measure,
+    never_cheapest,
+    saved_bytes,
+)
 from narrowgauge.operators.search.cut import Edge, cheapest_formats, total_cost
 from narrowgauge.operators.search.screening import Screening
 from narrowgauge.operators.search.timing import compare, rotated, time_in_turn
@@ -276,6 +282,17 @@ def test_saved_bytes_are_those_that_autograd_keeps() -> None:
     assert judge.saved_bytes == saved_bytes(recording, {})
     judge.signal(narrow)
     assert judge.saved_bytes == saved_bytes(recording, narrow)
+
+
+def test_what_no_plan_would_have_narrow_is_known_beforehand() -> None:
+    recording, profile = costs_of(0.1, sigmoid=1.5, linear=1.3)
+    found = never_cheapest(recording, profile, ["bf16"])
+    assert set(found) == {(NAMES[1], "bf16"), (NAMES[0], "bf16")}  # 0.5 > 4 · 0.1; 0.3 > 2 · 0.1
+    assert "takes 1.5 × as long as in float32" in found[NAMES[1], "bf16"]
+    for caution in (1.0, 2.0):
+        allowed = {name: ["bf16"] for name in NAMES}
+        chosen = cheapest_plan(recording, profile, allowed, caution=caution)
+        assert all(chosen[name] == "fp32" for name, _ in found)
 
 
 def test_every_signature_and_cast_is_timed_once() -> None:

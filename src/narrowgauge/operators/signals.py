@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class Judge:
         tape: the step.
         plan: all operators in float32.
         formats: formats whose overflows and underflows are counted, for all operators at once.
+        watched: names of the operators whose are; ``None``: all.
 
     Attributes:
         loss: in float32.
@@ -78,10 +79,15 @@ class Judge:
     """
 
     def __init__(
-        self, model: nn.Module, tape: StepTape, plan: OperatorPlan, formats: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        tape: StepTape,
+        plan: OperatorPlan,
+        formats: Sequence[str] = (),
+        watched: Collection[str] | None = None,
     ) -> None:
         self._model, self._tape, self._plan = model, tape, plan
-        watch = RangeWatch(formats)
+        watch = RangeWatch(formats, watched)
         self._parameters = {p.untyped_storage().data_ptr() for p in tape.parameters}
         self.loss, self.gradients = self._made(lambda: self._following(plan, watch))
         self.ranges = watch.counts
@@ -153,8 +159,9 @@ def _norm(tensors: Sequence[Tensor | None]) -> float:
 class RangeWatch(Recording):
     """Counts what formats would lose of operands and results, while operators run in float32."""
 
-    def __init__(self, formats: Sequence[str]) -> None:
+    def __init__(self, formats: Sequence[str], watched: Collection[str] | None) -> None:
         super().__init__()
+        self._watched = watched
         self._formats = {name: compute_of(name) for name in formats}
         self.counts: dict[tuple[str, str], tuple[int, int]] = {}
 
@@ -170,6 +177,8 @@ class RangeWatch(Recording):
         inside: bool,
     ) -> Any:
         """Call the operator; count operands before, as it may write into them, and results."""
+        if self._watched is not None and name not in self._watched:
+            return run(compute, operator, function, args, kwargs, cast)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             before = [self._lost(x) for x in tensors_in((args, kwargs))]
         result = run(compute, operator, function, args, kwargs, cast)

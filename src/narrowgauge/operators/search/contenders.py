@@ -1,4 +1,4 @@
-"""Stage 2: what operators cost is measured, and the plans it promises take turns on real steps.
+"""Stage 2: the plans that costs promise take turns on real steps.
 
 float32, torch.autocast and everything narrow are always among them, so that nobody has to take our
 word; what was found to harm the training is not, and says why.
@@ -17,14 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.operators.compute import NATIVE
 from narrowgauge.operators.plan import OperatorPlan
-from narrowgauge.operators.recording import Recording
 from narrowgauge.operators.replay import StepTape
 from narrowgauge.operators.search import costs
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
 from narrowgauge.operators.signals import Judge, Signal
 
-_EPOCHS = 0.2  # of time to spend on timing operators, and on steps slower than float32's, about
+_EPOCHS = 0.2  # of time to spend on steps slower than float32's, about
 _FEWEST = 5  # rounds of a trial
 WIDE = ("fp32", "promote")
 
@@ -66,18 +65,15 @@ class AutocastStep(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def measured_step(setting: Setting, findings: Findings) -> contextlib.AbstractContextManager[None]:
-    """A step after which operators and casts are timed, and contenders chosen."""
+def proposed_step(setting: Setting, findings: Findings) -> contextlib.AbstractContextManager[None]:
+    """A step after which contenders are chosen."""
 
-    def measure(tape: StepTape) -> None:
+    def propose(tape: StepTape) -> None:
         judge = setting.judge(tape, findings.float32)
-        if judge is None:
-            return
-        if not findings.profile.complete:
-            _time(setting, findings, setting.record(tape, keep_arguments=True))
-        _propose(setting, findings, judge)
+        if judge is not None:
+            _propose(setting, findings, judge)
 
-    return setting.observed(measure)
+    return setting.observed(propose)
 
 
 @contextlib.contextmanager
@@ -102,21 +98,6 @@ def trial_step(setting: Setting, findings: Findings) -> Iterator[None]:
         if setting.ranks.all(trial.over or long)[0]:
             winner, reason = trial.winner()
             findings.note("tried", winner=winner, reason=reason)
-
-
-def _time(setting: Setting, findings: Findings, recording: Recording) -> None:
-    """Time signatures and casts on rank 0, which others wait for."""
-    known = findings.profile.operators
-    measured: costs.Profile = setting.ranks.of_first(
-        lambda: costs.measure(
-            recording, ["fp32", *setting.formats], _EPOCHS * setting.clock.mean_epoch, known
-        )
-    )
-    for signature, seconds in measured.operators.items():
-        if signature not in known:
-            findings.note("timed", signature=signature, seconds=seconds)
-    casts = [[source, target, points] for (source, target), points in measured.casts.items()]
-    findings.note("casts", seconds=casts)
 
 
 def harm_of(
@@ -164,7 +145,7 @@ def _propose(setting: Setting, findings: Findings, judge: Judge) -> None:
             continue
         if name == "all-low" and set(low) != everything:
             harmful = len(everything - set(low))
-            refused[name] = f"{harmful} of {len(everything)} operators were found harmful"
+            refused[name] = f"{harmful} of {len(everything)} operators harm or are too slow"
             continue
         if name not in ("fp32", "autocast"):
             if not chosen:

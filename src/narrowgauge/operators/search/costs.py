@@ -203,6 +203,44 @@ def _bytes(operand: Operand, format: str) -> int:
     return math.ceil(operand.numel * bits / 8)
 
 
+def never_cheapest(
+    recording: Recording, profile: Profile, formats: Sequence[str]
+) -> dict[tuple[str, str], str]:
+    """Operators that lose more in a format than all casts around them could spare, and why.
+
+    Without a weight for memory, :func:`cheapest_plan` would not choose them, with a caution of up
+    to 2.
+    """
+    casts: dict[tuple[str, str], float] = {}
+    for edge in recording.edges:
+        for format in formats:
+            there, back = (profile.cast(*pair, edge.numel) for pair in _both(format))
+            for name in (edge.producer, edge.consumer):
+                casts[name, format] = casts.get((name, format), 0.0) + 2 * max(there, back)
+    tied = {call.name for call in recording if call.in_place}
+    for edge in reversed(recording.edges):
+        if edge.consumer in tied:  # it has its producer's format, so its casts are that one's, too
+            for format in formats:
+                more = casts.get((edge.consumer, format), 0.0)
+                casts[edge.producer, format] = casts.get((edge.producer, format), 0.0) + more
+    found = {}
+    for call in recording:
+        times = profile.operators.get(call.signature, {})
+        for format in formats:
+            if format in times and times[format] - times["fp32"] > casts.get(
+                (call.name, format), 0
+            ):
+                found[call.name, format] = (
+                    f"it takes {times[format] / times['fp32']:.3g} × as long as in float32, more "
+                    "than casts around it could spare; not judged"
+                )
+    return found
+
+
+def _both(format: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("fp32", format), (format, "fp32")
+
+
 def cheapest_plan(
     recording: Recording,
     profile: Profile,

@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.recording import Recording
-from narrowgauge.operators.search.costs import Profile
+from narrowgauge.operators.search import costs
 from narrowgauge.operators.search.screening import Screening
 from narrowgauge.operators.search.setting import Setting
 from narrowgauge.operators.search.trial import Trial
@@ -77,7 +77,7 @@ class Findings:
         self._setting, self._journal = setting, journal
         self.known = False
         self.wire_errors: dict[str, dict[str, float]] = {}
-        self.profile = Profile()
+        self.profile = costs.Profile()
         self.contenders = Contenders()
         self.trial: Trial | None = None
         self.last_trial: Trial | None = None
@@ -165,6 +165,9 @@ class Findings:
             (source, target): [(int(numel), seconds) for numel, seconds in points]
             for source, target, points in event["seconds"]
         }
+        if not self._setting.memory_weight:
+            slow = costs.never_cheapest(self.recording, self.profile, self._setting.formats)
+            self.screening.leave_out(slow)
 
     def _take_contenders(self, event: Mapping[str, Any]) -> None:
         self.contenders = Contenders(event["formats"], event["saved_bytes"], event["refused"])

@@ -1,4 +1,8 @@
-"""Stage 1: on steps of the training, sets of operators are judged, and gradients for the wire."""
+"""Stage 1: operators are timed, and judged on steps; gradients for the wire as well.
+
+What is so slow in a narrow format that no plan would have it there is not judged, which would cost
+steps that are as slow: it is why times come first.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ import contextlib
 from collections.abc import Sequence
 
 from narrowgauge.formats import FormatLike
+from narrowgauge.operators.recording import Recording
 from narrowgauge.operators.replay import StepTape
+from narrowgauge.operators.search import costs
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
 from narrowgauge.operators.signals import Judge, gradient_errors
 
 WARM_UP = 5  # steps before the first is judged: the first gradients are unlike all others
+_EPOCHS = 0.2  # of time to spend on timing operators, about
 _PER_STEP = 4  # sets that are judged on one step
 
 
@@ -31,7 +38,9 @@ def judged_step(
     screening = findings.screening
 
     def judge_some(tape: StepTape) -> None:
-        judge = setting.judge(tape, findings.float32, setting.formats if screening.alone else ())
+        if not setting.simulated and not findings.profile.complete:
+            _time_operators(setting, findings, setting.record(tape, keep_arguments=True))
+        judge = setting.judge(tape, findings.float32, screening.upcoming(_PER_STEP))
         if judge is None:
             return
         if wire_formats:
@@ -46,6 +55,21 @@ def judged_step(
             findings.note("screened", survivors=screening.survivors())
 
     return setting.observed(judge_some)
+
+
+def _time_operators(setting: Setting, findings: Findings, recording: Recording) -> None:
+    """Time signatures and casts on rank 0, which others wait for."""
+    known = findings.profile.operators
+    measured: costs.Profile = setting.ranks.of_first(
+        lambda: costs.measure(
+            recording, ["fp32", *setting.formats], _EPOCHS * setting.clock.mean_epoch, known
+        )
+    )
+    for signature, seconds in measured.operators.items():
+        if signature not in known:
+            findings.note("timed", signature=signature, seconds=seconds)
+    casts = [[source, target, points] for (source, target), points in measured.casts.items()]
+    findings.note("casts", seconds=casts)
 
 
 def _judge_wires(

@@ -28,7 +28,7 @@ from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.search.check import Check, Outcome
 from narrowgauge.operators.search.contenders import (
     following,
-    measured_step,
+    proposed_step,
     trial_step,
 )
 from narrowgauge.operators.search.evidence import about, cost_of, evidence_of, progress
@@ -200,7 +200,7 @@ class OperatorSearch:
             elif stage == "screen" and self._steps >= WARM_UP:
                 stack.enter_context(judged_step(setting, findings, self._wire_formats))
             elif stage == "time" and findings.trial is None:
-                stack.enter_context(measured_step(setting, findings))
+                stack.enter_context(proposed_step(setting, findings))
             elif stage == "time":
                 stack.enter_context(trial_step(setting, findings))
             elif stage == "check":
@@ -219,7 +219,9 @@ class OperatorSearch:
         survivors = findings.screening.survivors()
         if not survivors:
             findings.note(
-                "tried", winner="fp32", reason="every operator was found harmful in every format"
+                "tried",
+                winner="fp32",
+                reason="each operator is harmful in every format, or too slow for any plan",
             )
         elif self._setting.simulated:
             findings.note(

@@ -67,10 +67,9 @@ class Screening:
         """Whether nothing is left to be judged."""
         return not self._queue and (self._left <= 0 or not self.survivors())
 
-    @property
-    def alone(self) -> bool:
-        """Whether operators are still judged alone, or in groups of one signature."""
-        return bool(self._queue)
+    def upcoming(self, sets: int) -> set[str]:
+        """Operators in the next sets that are judged alone, or in a group of one signature."""
+        return {name for _, names in self._queue[:sets] for name in names}
 
     def survivors(self) -> dict[str, str]:
         """The preferred format of each operator among those that were not found harmful."""
@@ -148,6 +147,12 @@ class Screening:
                 self.excluded[item] = _harm(signal, "together with others that are less so")
             self._more = 2 * self._more + 1  # harm that many add up to should not take as long
             self._kept, self._left = None, self._confirmations
+
+    def leave_out(self, items: Mapping[tuple[str, str], str]) -> None:
+        """Exclude operators in formats for another reason than harm, before any is judged."""
+        self.excluded.update(items)
+        self._queue = self._sets()
+        self.sets = len(self._queue) + self._confirmations
 
     def begin_again(self, suspects: Collection[str], reason: str) -> None:
         """Judge all that is left once more: harm changes as the training goes on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,13 +182,13 @@ class Setting:
         return recording
 
     def judge(
-        self, tape: StepTape, float32: OperatorPlan, formats: Sequence[str] = ()
+        self, tape: StepTape, float32: OperatorPlan, watched: Collection[str] = ()
     ) -> Judge | None:
         """A judge of a step on each rank; none if a rank's batch gave no gradient to judge by."""
         judges: list[Judge] = []
 
         def make() -> bool:
-            judges.append(Judge(self.model, tape, float32, formats))
+            judges.append(Judge(self.model, tape, float32, self.formats, watched))
             return judges[0].usable
 
         return judges[0] if all(self.ranks.together(make)) else None
