@@ -413,7 +413,7 @@ def test_two_iterations_of_one_feed_are_refused_and_two_feeds_work() -> None:
         ({"depth": 0}, ValueError, "depth is 0; allowed: whole numbers from 1"),
         ({"max_bytes": 1.5}, ValueError, "max_bytes is 1.5; allowed: whole numbers from 1"),
         ({"on_device": "cpu"}, TypeError, "on_device is 'cpu'; allowed: a function of a batch"),
-        ({"timeout": 0}, ValueError, "timeout is 0; allowed: seconds above 0"),
+        ({"timeout": 0}, ValueError, "timeout is 0; allowed: 0.05 seconds"),
         ({"timeout": timedelta(0)}, ValueError, "timeout is datetime.timedelta"),
         ({"seed": -1}, ValueError, "seed is -1; allowed"),
         ({"seed": 0.5}, TypeError, "seed is 0.5; allowed: a whole number, or None"),
