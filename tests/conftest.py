@@ -1,7 +1,10 @@
 """Settings and fixtures of all tests."""
 
+import itertools
+import math
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,3 +29,16 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.select(request.param)
     yield request.param
     kernels.select(before)
+
+
+@pytest.fixture(scope="module")
+def steady_clock() -> Iterator[None]:
+    """For the search of operators everything takes the same time, so that it finds the same."""
+    from narrowgauge.operators.search import contenders, costs
+
+    with pytest.MonkeyPatch.context() as patch:
+        ticks = itertools.count()
+        patch.setattr(contenders, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+        patch.setattr(contenders, "_EPOCHS", math.inf)  # no turns end because time is up
+        patch.setattr(costs, "time_in_turn", lambda functions, **_: dict.fromkeys(functions, 1e-3))
+        yield

@@ -219,6 +219,7 @@ def trained(case: Case, plan: Callable[[Recording], OperatorPlan], steps: int = 
     return case.evaluate(model)
 
 
+@pytest.mark.usefixtures("steady_clock")
 @pytest.mark.parametrize("name", CASES)
 def test_what_blanket_narrowing_breaks_is_repaired_without_being_told_where(
     tmp_path: Path, name: str

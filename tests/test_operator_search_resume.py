@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from narrowgauge import OperatorSearch
-from narrowgauge.operators.search import contenders, costs
 from narrowgauge.operators.search.workdir import read_journal
 from tests.test_operator_search import BY_MEMORY, Training
 
 EPOCHS, STEPS = 5, 16
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 
 class Interrupted(Exception):
     """What stops a training; no handler of the library may swallow it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_clock() -> Iterator[None]:
-    """Everything takes the same time, so that two searches find the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        ticks = itertools.count()
-        patch.setattr(contenders, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-        patch.setattr(costs, "time_in_turn", lambda functions, **_: dict.fromkeys(functions, 1e-3))
-        yield
 
 
 def begin(folder: Path, seed: int = 0) -> tuple[Training, OperatorSearch]:
@@ -69,7 +57,9 @@ def run(folder: Path, stop: int | None = None) -> tuple[Training, OperatorSearch
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[OperatorSearch, list[str], Path]:
+def whole(
+    steady_clock: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OperatorSearch, list[str], Path]:
     folder = tmp_path_factory.mktemp("whole") / "search"
     torch.manual_seed(0)
     _, search, stages = run(folder)

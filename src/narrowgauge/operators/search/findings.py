@@ -92,7 +92,7 @@ class Findings:
 
     def note(self, event: str, **values: Any) -> None:
         """Write an event with the seconds that the search has taken, and take it in."""
-        seconds = self._setting.clock.search
+        seconds = self._setting.clock.now
         self.take(self._journal.append(event, **values, search_seconds=seconds))
 
     def begin(self, recording: Recording) -> None:

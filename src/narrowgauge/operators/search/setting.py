@@ -82,15 +82,21 @@ class Clock:
     epoch: float = 0.0
     epochs: list[float] = field(default_factory=list)
     steps: int = 0
+    _since: float | None = None  # when what the search is doing began
 
     @contextlib.contextmanager
     def overhead(self) -> Iterator[None]:
         """What is done within belongs to the search."""
-        begin = time.perf_counter()
+        self._since = time.perf_counter()
         try:
             yield
         finally:
-            self.search += time.perf_counter() - begin
+            self.search, self._since = self.now, None
+
+    @property
+    def now(self) -> float:
+        """Seconds of the search, what it is doing included."""
+        return self.search + (time.perf_counter() - self._since if self._since is not None else 0)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
