@@ -69,7 +69,9 @@ def train(place: str, format: str, seed: int, steps: int) -> dict[str, Any]:
     dist.all_reduce(losses)
     generator.manual_seed(7)
     with torch.no_grad():
-        places = torch.randint(len(validation) - CONTEXT - 1, (40, 64), generator=generator)
+        places = torch.randint(
+            len(validation) - CONTEXT - 1, (min(40, steps), 64), generator=generator
+        )
         found = [float(loss_of(model, validation, each)) for each in places]
     entries = compression.ledger.steps
     return {

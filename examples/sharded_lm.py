@@ -96,7 +96,9 @@ def train(method: str, seed: int, steps: int) -> dict[str, Any]:
         errors.append(optimizer.largest_error())
     generator.manual_seed(7)
     with torch.no_grad():
-        places = torch.randint(len(validation) - CONTEXT - 1, (40, 64), generator=generator)
+        places = torch.randint(
+            len(validation) - CONTEXT - 1, (min(40, steps), 64), generator=generator
+        )
         losses = [float(loss_of(model.module, validation, each)) for each in places]
     half = max(1, steps // 2)
     assert optimizer.check_replicas() == {}

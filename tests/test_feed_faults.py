@@ -311,6 +311,7 @@ def test_a_generator_that_never_ends_ends_with_the_loop() -> None:
 
 
 def interrupt(rank: int) -> dict[str, Any]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     feed = Feed(DataLoader(Hanging(40), batch_size=4), source="rank0", timeout=30)
     begin = time.monotonic()
     if dist.get_rank() == rank:
