@@ -9,6 +9,7 @@
 // or output, may count as zero here; every other result is independent of the MXCSR register.
 
 #include "difference.hpp"
+#include "halves.hpp"
 #include "matmul.hpp"
 #include "numbers.hpp"
 #include "packing.hpp"
@@ -26,8 +27,20 @@ struct Encoder {
   Rounding rounding;
   Fast fast;
   Philox philox;
+#ifdef __F16C__
+  Halves halves;
+#endif
   Encoder(const Grid& g, int r, uint64_t key)
-      : grid(g), rounding(Rounding(r)), fast(g, true), philox(key) {}
+      : grid(g),
+        rounding(Rounding(r)),
+        fast(g, true),
+        philox(key)
+#ifdef __F16C__
+        ,
+        halves(g, 0)
+#endif
+  {
+  }
 
   bool spoilt(const float* x, int64_t n) const { return largest_magnitude(x, n) > INF; }
   bool spoilt(const double* x, int64_t n) const {
@@ -37,13 +50,16 @@ struct Encoder {
   }
   template <class Code>
   void run(const float* x, Code* out, int64_t n, float scale, const uint32_t* words) const {
+#ifdef __F16C__
+    const float multiplier = rounding == EVEN ? halves.encoding(scale) : 0.0f;
+    if (multiplier) return encode_halves(x, out, n, halves, multiplier);
+#endif
     const int k = exponent_of(scale);
     // Scaling down may round in float32, which is harmless only if it happens far below the grid.
     const bool exact = k >= 0 || grid.min_exponent - grid.mantissa_bits >= -125;
     if (rounding == EVEN && fast.possible && exact) {
       if (fast.integer)
-        k ? encode_fast<true, TWOS_COMPLEMENT>(x, out, n, fast, scale)
-          : encode_fast<false, TWOS_COMPLEMENT>(x, out, n, fast, scale);
+        encode_integers(x, out, n, fast, scale);
       else if (fast.zero_sign && fast.overflow == fast.infinite)
         k ? encode_fast<true, SIGN_BIT>(x, out, n, fast, scale)
           : encode_fast<false, SIGN_BIT>(x, out, n, fast, scale);
@@ -128,46 +144,14 @@ int encode(const T* x, uint8_t* out, int64_t n, const Grid* grid, int rounding, 
 // ---- decoding
 // --------------------------------------------------------------------------------------
 
-enum Use { STORE, BEGIN_SUM, CONTINUE_SUM };  // what becomes of a decoded, scaled value
-
-template <Use USE, class T>  // T: float, or a vector of it
-INLINE void use(float* out, T value, float factor) {
-  if constexpr (USE == CONTINUE_SUM) {
-    T sum;
-    memcpy(&sum, out, sizeof(T));
-    value = sum + value;
-  }
-  if constexpr (USE == STORE) {
-    value *= factor;
-    value = value == value ? value : T() + float_of(NOT_A_NUMBER);
-  }
-  memcpy(out, &value, sizeof(T));  // a vector may lie anywhere
-}
-
-#ifdef __F16C__
-// As many numbers in half precision as one vector holds in float32.
-struct Halves {
-#ifdef __AVX512F__
-  static constexpr int COUNT = 16;
-  typedef float Floats __attribute__((vector_size(64)));
-  static INLINE Floats widen(const uint16_t* half) {
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)half));
-  }
-#else
-  static constexpr int COUNT = 8;
-  typedef float Floats __attribute__((vector_size(32)));
-  static INLINE Floats widen(const uint16_t* half) {
-    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half));
-  }
-#endif
-};
-#endif
-
 struct Decoder {
   const float* table;
   uint32_t bits, sign_bit, m, shift, adjust, threshold, largest, infinity_code, lone_nan;
-  float subnormal, half_unit;
+  float subnormal;
   bool integer, prefix;
+#ifdef __F16C__
+  Halves halves;
+#endif
   explicit Decoder(const Grid& g)
       : table(g.table),
         bits(uint32_t(g.bits)),
@@ -176,9 +160,16 @@ struct Decoder {
         shift(23 - m),
         largest(g.largest),
         infinity_code(g.infinity_code),
-        integer(g.has(INTEGER)) {
-    // FNUZ: the code of negative zero is NaN. Elsewhere no code equals `lone_nan`.
-    lone_nan = !integer && g.has(HAS_NAN) && g.nan_code == sign_bit ? sign_bit : 0xffffffffu;
+        // FNUZ: the code of negative zero is NaN. Elsewhere no code equals `lone_nan`.
+        lone_nan(!g.has(INTEGER) && g.has(HAS_NAN) && g.nan_code == sign_bit ? sign_bit
+                                                                             : 0xffffffffu),
+        integer(g.has(INTEGER)),
+        prefix(false)
+#ifdef __F16C__
+        ,
+        halves(g, lone_nan)
+#endif
+  {
     if (table || integer || bits == 32) return;
     adjust = uint32_t(g.min_exponent + 126) << m;
     threshold = g.min_exponent == -126 ? 0 : 1u << m;
@@ -186,9 +177,6 @@ struct Decoder {
     const uint32_t exponents = (sign_bit >> m) - 1;  // the field's largest
     const bool ieee = largest + 1 == infinity_code && infinity_code == exponents << m;
     prefix = exponents == 255 && g.min_exponent == -126 && ieee;
-    const bool fits = m <= 10 && (exponents < 31 || (exponents == 31 && ieee));
-    const int unit = g.min_exponent + 14;  // half precision begins at 2**-14
-    half_unit = fits && unit > -64 && unit < 64 ? power_of_two(unit) : 0.0f;
   }
 
   template <Use USE, class Code>
@@ -214,36 +202,6 @@ struct Decoder {
     SIMD for (int64_t i = 0; i < n; i++)
         use<USE>(out + i, float_of(uint32_t(codes[i]) << shift_) * scale, factor);
   }
-#ifdef __F16C__
-  // Formats that half precision holds, which the processor widens by itself: the bits in their
-  // places, then times the power of two between the exponents and the scale, at once.
-  template <Use USE, class Code>
-  static void halves(const Code* codes, float* out, int64_t n, Decoder d, float multiplier,
-                     float factor) {
-    uint16_t half[TILE];
-    const uint16_t magnitude = uint16_t(d.sign_bit - 1), largest_ = uint16_t(d.largest);
-    const uint16_t infinity = uint16_t(d.infinity_code), lone_nan_ = uint16_t(d.lone_nan);
-    const uint16_t shift_ = uint16_t(10 - d.m), sign_shift = uint16_t(16 - d.bits);
-    if (magnitude == 0x7fff || (d.infinity_code << shift_) == 0x7c00) {  // as half precision
-      SIMD for (int64_t i = 0; i < n; i++) {
-        const uint16_t c = codes[i], a = c & magnitude;
-        half[i] = uint16_t(a << shift_ | (c ^ a) << sign_shift);
-      }
-    } else {
-      SIMD for (int64_t i = 0; i < n; i++) {
-        const uint16_t c = codes[i], a = c & magnitude;
-        uint16_t r = uint16_t(a << shift_);
-        r = a > largest_ ? (a == infinity ? 0x7c00 : 0x7e00) : r;
-        r = c == lone_nan_ ? 0x7e00 : r;
-        half[i] = uint16_t(r | (c ^ a) << sign_shift);
-      }
-    }
-    int64_t i = 0;
-    for (; i + Halves::COUNT <= n; i += Halves::COUNT)
-      use<USE>(out + i, Halves::widen(half + i) * multiplier, factor);
-    for (; i < n; i++) use<USE>(out + i, _cvtsh_ss(half[i]) * multiplier, factor);
-  }
-#endif
   template <Use USE, class Code>
   static void integers(const Code* codes, float* out, int64_t n, Decoder d, float scale,
                        float factor) {
@@ -260,8 +218,9 @@ struct Decoder {
     else if (prefix)
       prefixes<USE>(codes, out, n, *this, scale, factor);
 #ifdef __F16C__
-    else if (is_normal(scale) && is_normal(scale * half_unit))  // their product is exact
-      halves<USE>(codes, out, n, *this, scale * half_unit, factor);
+    else if (const float multiplier = halves.decoding(scale))
+      (halves.same ? decode_halves<USE, true, Code> : decode_halves<USE, false, Code>)(
+          codes, out, n, halves, multiplier, factor);
 #endif
     else
       floats<USE>(codes, out, n, *this, scale, factor);
@@ -305,10 +264,11 @@ struct Decoder {
   // (sum over senders, in order) * factor, of elements [first, first + n).
   void sum(const uint8_t* const* codes, int senders, const float* scales, float* out, int64_t first,
            int64_t n, float factor) const {
+    if (senders == 1) return packed<STORE>(codes[0], out, first, n, scales, 0, factor);
     packed<BEGIN_SUM>(codes[0], out, first, n, scales, 0, 1.0f);
-    for (int s = 1; s < senders; s++)
+    for (int s = 1; s < senders - 1; s++)
       packed<CONTINUE_SUM>(codes[s], out, first, n, scales + s, 0, 1.0f);
-    SIMD for (int64_t i = 0; i < n; i++) use<STORE>(out + i, out[i], factor);
+    packed<END_SUM>(codes[senders - 1], out, first, n, scales + senders - 1, 0, factor);
   }
 };
 

@@ -275,13 +275,12 @@ NOINLINE void round_stochastic(const float* x, float* out, int64_t n, const Fast
 
 // How codes tell signs: SIGN_BIT is the common case, where zero has a sign as well and infinity is
 // coded as what overflows.
-enum Signs { SIGN_BIT, OTHER_SIGN_BIT, TWOS_COMPLEMENT };
+enum Signs { SIGN_BIT, OTHER_SIGN_BIT };
 
 template <bool SCALED, Signs SIGNS, class Code>
 NOINLINE void encode_fast(const float* x, Code* out, int64_t n, const Fast& fast, float scale) {
   const Fast f = fast;
   const uint32_t magic = bits_of(f.magic), sign_bit = 0x80000000u >> f.sign_shift;
-  const uint32_t bits_mask = 2 * sign_bit - 1;
   SIMD for (int64_t i = 0; i < n; i++) {
     const uint32_t u = bits_of(x[i]), a = u & MAGNITUDE;
     uint32_t b = a;
@@ -295,11 +294,23 @@ NOINLINE void encode_fast(const float* x, Code* out, int64_t n, const Fast& fast
     uint32_t r = int32_t(b) < int32_t(f.threshold) ? small : normal;
     r = int32_t(r) > int32_t(f.largest) ? f.overflow : r;
     if constexpr (SIGNS != SIGN_BIT) r = a == INF ? f.infinite : r;
-    if constexpr (SIGNS == TWOS_COMPLEMENT)
-      r = (int32_t(u) < 0 ? 0 - r : r) & bits_mask;
-    else
-      r |= SIGNS == SIGN_BIT || (r | f.zero_sign) ? u >> f.sign_shift & sign_bit : 0;
+    r |= SIGNS == SIGN_BIT || (r | f.zero_sign) ? u >> f.sign_shift & sign_bit : 0;
     out[i] = Code(int32_t(a) > int32_t(INF) ? f.nan : r);
+  }
+}
+
+// Integers, of at most 16 bits, which all saturate: adding `magic` leaves an integer in the last bits, in
+// two's complement.
+template <class Code>
+NOINLINE void encode_integers(const float* x, Code* out, int64_t n, const Fast& fast, float scale) {
+  const uint32_t bits_mask = 0xffffffffu >> fast.sign_shift, nan = fast.nan;
+  const float limit = float(int32_t(fast.largest)), magic = 12582912.0f;  // 1.5 * 2**23
+  SIMD for (int64_t i = 0; i < n; i++) {
+    float v = x[i] * scale;
+    v = v > limit ? limit : v;
+    v = v < -limit ? -limit : v;
+    const uint32_t r = bits_of(v + magic) & bits_mask;
+    out[i] = Code(x[i] == x[i] ? r : nan);
   }
 }
 
