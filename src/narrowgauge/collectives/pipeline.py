@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from narrowgauge.collectives.greeting import REFUSAL, carries, check
 from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.link import (
     Link,
@@ -51,12 +52,11 @@ from narrowgauge.collectives.threads import Inbox, work_on
 from narrowgauge.collectives.transport import CollectiveError, Transport, fingerprint, tag_of
 from narrowgauge.formats import Format, format_of
 
-_SMALL = 1 << 18
-"""Elements, over all ranks, up to which float32 is sent to everybody in one step, not by Gloo in
-several. Between two ranks that takes no more bytes either, so they do it with twice as many."""
+_AHEAD = 3
+"""Chunks whose receives are posted before they are needed; more would delay the first to be sent.
+"""
 
 _FP32 = format_of("fp32")
-_REFUSAL = torch.full((8,), 255, dtype=torch.uint8, device="cpu")
 
 
 class Reducer:
@@ -185,25 +185,21 @@ class Reducer:
             messages = (
                 plan.free.pop()
                 if plan.free
-                else Messages(layout, transport.rank, transport.world_size)
+                else Messages(plan, transport.rank, transport.world_size)
             )
         reduction.messages = messages
-        reduction.first_number = transport.reserve(2 * max(len(layout.chunks), 1) + 1)
-        greeting_tag = tag_of(reduction.first_number, 0)
+        chunks = len(layout.chunks)
+        reduction.first_number = transport.reserve(2 * max(chunks, 1) + 1)
         for peer in transport.peers:
-            reduction.greetings[peer] = torch.empty_like(plan.fingerprint)
-            work = transport.receive(reduction.greetings[peer], peer, greeting_tag, reduction.where)
+            work = transport.receive(
+                messages.greetings[peer], peer, reduction.greeting_tag, reduction.where
+            )
             reduction.greeting_receives.append((peer, work))
-        for index, incoming in enumerate(messages.incoming):
-            reduction.first_receives.append(
-                self._receive(reduction, incoming, reduction.tag(index))
-            )
-        for index, reduced in enumerate(messages.reduced):
-            reduction.second_receives.append(
-                self._receive(reduction, reduced, reduction.tag(index) + 1)
-            )
-        for peer in transport.peers:
-            self._send(reduction, plan.fingerprint, peer, greeting_tag)
+        for index in range(chunks if layout.kind == "all-gather" else min(_AHEAD, chunks)):
+            self._post_receives(reduction, index)
+        if not plan.carries:
+            for peer in transport.peers:
+                self._send(reduction, messages.heads[peer], peer, reduction.greeting_tag)
         self._next(self._to_encode, self._first_stage(layout.kind), reduction)
         return reduction
 
@@ -255,7 +251,7 @@ class Reducer:
         """Make the ranks that start the next reduction raise, because this one will not."""
         number = self.transport.reserve(3)
         for peer in self.transport.peers:
-            self._refusals.append(self.transport.send(_REFUSAL, peer, tag_of(number, 0)))
+            self._refusals.append(self.transport.send(REFUSAL, peer, tag_of(number, 0)))
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -281,7 +277,8 @@ class Reducer:
                 f"of {sizes} elements in {[format.name for format in formats]}"
             )
             with torch.inference_mode(False):
-                plan = Plan(layout, description, fingerprint(description))
+                first = carries(layout, scale == "shared", self.transport.world_size)
+                plan = Plan(layout, description, fingerprint(description), first)
             self._plans[key] = plan
         return plan
 
@@ -289,6 +286,18 @@ class Reducer:
         return {"float32": self._sum_float32, "all-gather": self._encode_own}.get(
             kind, self._encode
         )
+
+    def _post_receives(self, reduction: Reduction, index: int) -> None:
+        """Of a chunk's codes, unless they come with the greeting, and of its sums."""
+        assert reduction.messages is not None
+        messages, tag = reduction.messages, reduction.tag(index)
+        if messages.incoming:
+            greeted = index == 0 and reduction.plan.carries
+            receives = [] if greeted else self._receive(reduction, messages.incoming[index], tag)
+            reduction.first_receives.append(receives)
+        if messages.reduced:
+            receives = self._receive(reduction, messages.reduced[index], tag + 1)
+            reduction.second_receives.append(receives)
 
     def _receive(
         self, reduction: Reduction, messages: list[torch.Tensor], tag: int
@@ -299,6 +308,18 @@ class Reducer:
             for peer in transport.peers
             if messages[peer].numel()
         ]
+
+    def _send_codes(self, reduction: Reduction, index: int, peer: int) -> None:
+        """What this rank has encoded of a chunk for a peer."""
+        messages, layout = reduction.messages, reduction.plan.layout
+        assert messages is not None
+        if index == 0 and reduction.plan.carries:
+            self._send(reduction, messages.heads[peer], peer, reduction.greeting_tag)
+        elif layout.kind == "one-shot":
+            own = messages.incoming[index][self.transport.rank]
+            self._send(reduction, own, peer, reduction.tag(index))
+        else:
+            self._send(reduction, messages.outgoing[index][peer], peer, reduction.tag(index))
 
     def _send(self, reduction: Reduction, message: torch.Tensor, peer: int, tag: int) -> None:
         if message.numel():
@@ -341,7 +362,6 @@ class Reducer:
                 reduction.flat.add_(residual)
         agreed = self._agree_on_exponents(reduction) if scale == "shared" else None
         for index, pieces in enumerate(layout.chunks):
-            tag = reduction.tag(index)
             if layout.kind == "one-shot":
                 message = messages.incoming[index][transport.rank]
                 with reduction.codec():
@@ -349,7 +369,7 @@ class Reducer:
                     if residual is not None:
                         withhold(pieces[0], message, reduction.flat, residual)
                 for peer in transport.peers:
-                    self._send(reduction, message, peer, tag)
+                    self._send_codes(reduction, index, peer)
             else:
                 for peer in [*transport.peers, transport.rank]:
                     message = messages.outgoing[index][peer]
@@ -358,7 +378,7 @@ class Reducer:
                         if residual is not None:
                             withhold(pieces[peer], message, reduction.flat, residual)
                     if peer != transport.rank:
-                        self._send(reduction, message, peer, tag)
+                        self._send_codes(reduction, index, peer)
             self._next(self._to_reduce, self._reduce, reduction, index)
 
     def _encode_own(self, reduction: Reduction) -> None:
@@ -382,8 +402,18 @@ class Reducer:
             reduction.residual.zero_()
         if reduction.arithmetic.op == "mean":
             flat.div_(transport.world_size)
-        most = 2 * _SMALL if transport.world_size == 2 else _SMALL // transport.world_size
-        if flat.numel() > most:
+        messages = reduction.messages
+        assert messages is not None
+        if reduction.plan.carries:
+            numbers = [message.view(torch.float32) for message in messages.incoming[0]]
+            numbers[transport.rank].copy_(flat)
+            for peer in transport.peers:
+                self._send_codes(reduction, 0, peer)
+            self._compare_plans(reduction)
+            torch.add(numbers[0], numbers[1], out=flat)
+            for other in numbers[2:]:
+                flat.add_(other)
+        else:
             self._compare_plans(reduction)  # before a collective that not every rank may make
             with reduction.wire():
                 if reduction.at_once:
@@ -392,22 +422,6 @@ class Reducer:
                     transport.all_reduce_sum_in_order(flat, reduction.where)
             share = 2 * (transport.world_size - 1) / transport.world_size
             reduction.bytes_sent += round(share * flat.numel() * 4)
-        elif flat.numel():
-            tag = reduction.tag(0)
-            terms = {peer: torch.empty_like(flat) for peer in transport.peers}
-            receives = [
-                (peer, transport.receive(terms[peer], peer, tag, reduction.where)) for peer in terms
-            ]
-            terms[transport.rank] = flat.clone()
-            for peer in transport.peers:
-                self._send(reduction, terms[transport.rank], peer, tag)
-            self._compare_plans(reduction)
-            self._wait(reduction, receives, "waiting for numbers of")
-            torch.add(terms[0], terms[1], out=flat)
-            for rank in range(2, transport.world_size):
-                flat.add_(terms[rank])
-        else:
-            self._compare_plans(reduction)
         self._finish(reduction)
 
     def _agree_on_exponents(self, reduction: Reduction) -> list[int]:
@@ -425,6 +439,8 @@ class Reducer:
         assert messages is not None
         layout = reduction.plan.layout
         self._compare_plans(reduction)
+        if index + _AHEAD < len(layout.chunks):
+            self._post_receives(reduction, index + _AHEAD)
         self._wait(reduction, reduction.first_receives[index], "waiting for codes of")
         incoming = messages.incoming[index]
         if layout.kind != "two-shot":
@@ -458,25 +474,12 @@ class Reducer:
 
     def _compare_plans(self, reduction: Reduction) -> None:
         """Raise unless all ranks reduce the same tensors in the same way; once per reduction."""
-        self._wait(reduction, reduction.greeting_receives, "waiting for codes of")
-        greetings, plan = reduction.greetings, reduction.plan
-        named, own = self.transport.named, self.transport.named([self.transport.rank])
-        refused = [peer for peer, theirs in greetings.items() if theirs.equal(_REFUSAL)]
-        if refused:
-            raise CollectiveError(
-                f"{named(refused)} refused the arguments of the compressed all-reduce that {own} "
-                f"makes; look at the output of {named(refused)}"
-            )
-        different = [
-            peer for peer, theirs in greetings.items() if not theirs.equal(plan.fingerprint)
-        ]
-        if different:
-            raise CollectiveError(
-                f"other tensors, formats, scale or op are passed to a compressed all-reduce by "
-                f"{named(different)} than by {own}; all ranks must pass the same. {own} passes "
-                f"{plan.description[:500]}"
-            )
-        greetings.clear()
+        if reduction.greeting_receives:
+            assert reduction.messages is not None
+            self._wait(reduction, reduction.greeting_receives, "waiting for codes of")
+            plan = reduction.plan
+            greetings = reduction.messages.greetings
+            check(greetings, plan.fingerprint, plan.description, self.transport)
 
     def _wait(self, reduction: Reduction, works: list[tuple[int, dist.Work]], phase: str) -> None:
         with reduction.wire():

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives.layout import Layout, Piece
+from narrowgauge.collectives.greeting import FINGERPRINT_BYTES, headed, room
+from narrowgauge.collectives.layout import Layout
 from narrowgauge.collectives.message import Arithmetic
 from narrowgauge.collectives.transport import tag_of
 
@@ -96,7 +97,6 @@ class Reduction(Pending):
         self.wire_seconds = 0.0
         self.messages: Messages | None = None
         self.first_number = 0
-        self.greetings: dict[int, torch.Tensor] = {}  # fingerprint of each peer's plan
         self.greeting_receives: list[tuple[int, dist.Work]] = []
         self.first_receives: list[list[tuple[int, dist.Work]]] = []
         self.second_receives: list[list[tuple[int, dist.Work]]] = []
@@ -107,6 +107,11 @@ class Reduction(Pending):
     def where(self) -> str:
         """How messages about a phase begin: ``"in bucket 3 "``."""
         return f"in {self.name} " if self.name else ""
+
+    @property
+    def greeting_tag(self) -> int:
+        """Tag of the greetings, in a lane that all plans share."""
+        return tag_of(self.first_number, 0)
 
     def tag(self, chunk: int) -> int:
         """Tag of a chunk's codes; its sums have the next one."""
@@ -141,33 +146,64 @@ class Messages:
     One-shot: ``incoming[chunk][rank]`` is every rank's message, our own included. Two-shot:
     ``incoming`` holds everybody's codes of *our* piece, ``outgoing`` our codes of everybody's, and
     ``reduced`` the sums of every piece. Of these, a reduce-scatter has the first two, an all-gather
-    the last.
+    the last, and a small float32 reduction the first, with all numbers in one message.
+
+    ``heads[peer]`` is what we send first, and ``greetings[peer]`` where theirs arrives; if they
+    carry more than a fingerprint, the buffers of the first chunk are parts of them.
     """
 
-    def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
-        def message(piece: Piece) -> torch.Tensor:
-            return torch.zeros(piece.size, dtype=torch.uint8, device="cpu")
-
+    def __init__(self, plan: Plan, rank: int, world_size: int) -> None:
+        layout, peers = plan.layout, [peer for peer in range(world_size) if peer != rank]
+        length = FINGERPRINT_BYTES + room(world_size)
+        self.greetings = {p: torch.empty(length, dtype=torch.uint8, device="cpu") for p in peers}
+        self.heads = dict.fromkeys(peers, plan.fingerprint)
         self.incoming: list[list[torch.Tensor]] = []
         self.outgoing: list[list[torch.Tensor]] = []
         self.reduced: list[list[torch.Tensor]] = []
-        if layout.kind == "one-shot":
-            self.incoming = [[message(c[0]) for _ in range(world_size)] for c in layout.chunks]
+
+        def message(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.uint8, device="cpu")
+
+        chunks = layout.chunks
+        if layout.kind in ("two-shot", "all-gather"):
+            self.reduced = [[message(piece.size) for piece in chunk] for chunk in chunks]
         if layout.kind in ("two-shot", "reduce-scatter"):
-            self.incoming = [[message(c[rank]) for _ in range(world_size)] for c in layout.chunks]
-            self.outgoing = [[message(piece) for piece in chunk] for chunk in layout.chunks]
+            self.incoming = [[message(c[rank].size) for _ in range(world_size)] for c in chunks]
+            self.outgoing = [[message(piece.size) for piece in chunk] for chunk in chunks]
+            if plan.carries:
+                for peer in peers:
+                    self.heads[peer] = headed(plan.fingerprint, chunks[0][peer].size)
+                    self.outgoing[0][peer] = self.heads[peer][FINGERPRINT_BYTES:]
             for incoming, outgoing in zip(self.incoming, self.outgoing, strict=True):
                 incoming[rank] = outgoing[rank]
-        if layout.kind in ("two-shot", "all-gather"):
-            self.reduced = [[message(piece) for piece in chunk] for chunk in layout.chunks]
+        elif layout.kind != "all-gather":
+            if layout.kind == "one-shot":
+                sizes = [chunk[0].size for chunk in chunks]
+            else:
+                sizes = [4 * layout.numel] if plan.carries else []
+            self.incoming = [[message(size) for _ in range(world_size)] for size in sizes]
+            if plan.carries:
+                own = headed(plan.fingerprint, sizes[0])
+                self.heads = dict.fromkeys(peers, own)
+                self.incoming[0][rank] = own[FINGERPRINT_BYTES:]
+        if plan.carries:
+            end = FINGERPRINT_BYTES + self.incoming[0][rank].numel()
+            for peer in peers:
+                self.incoming[0][peer] = self.greetings[peer][FINGERPRINT_BYTES:end]
 
 
 class Plan:
-    """A layout, what identifies it among ranks, and the buffers left by finished reductions."""
+    """A layout, what identifies it among ranks, and the buffers left by finished reductions.
 
-    def __init__(self, layout: Layout, description: str, fingerprint: torch.Tensor) -> None:
+    ``carries``: whether the first messages travel with the greetings.
+    """
+
+    def __init__(
+        self, layout: Layout, description: str, fingerprint: torch.Tensor, carries: bool
+    ) -> None:
         self.layout = layout
         self.description = description
         self.fingerprint = fingerprint
+        self.carries = carries
         self.lane = 1 + int.from_bytes(bytes(fingerprint.tolist()), "little") % 2047
         self.free: list[Messages] = []

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
-VERSION = 2
+VERSION = 3
 """Of the bytes between ranks; raised with every change to them."""
 
 _meetings: dict[str, int] = {}  # how often the members of a group met, by its name
