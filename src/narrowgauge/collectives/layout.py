@@ -22,7 +22,7 @@ from narrowgauge.kernels.blocks import packed_size
 
 Kind: TypeAlias = Literal["one-shot", "two-shot", "reduce-scatter", "all-gather", "float32"]
 
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 19
 """Messages of about this size: small enough to overlap codec and wire, large enough that the cost
 per message does not count."""
 

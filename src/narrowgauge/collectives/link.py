@@ -28,7 +28,7 @@ from narrowgauge.formats import format_of
 
 _Message: TypeAlias = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 
-_MESSAGE_SECONDS = 8e-3
+_MESSAGE_SECONDS = 4e-3
 _SMALL_BYTES = 256
 _FIRST_BYTES = 1 << 17  # what is sent first to find out how much fits into the time
 _LARGEST_BYTES = 1 << 22
