@@ -75,7 +75,7 @@ class Kernels(Protocol):
     def encode_difference(
         self,
         master: Tensor,
-        replica: Tensor,
+        replica: Tensor | None,
         scales: Tensor,
         codes: Tensor,
         blocks: DifferenceBlocks,
@@ -83,6 +83,8 @@ class Kernels(Protocol):
         threads: int,
     ) -> int:
         """Codes of ``master - replica`` (float32) in blocks, and their scales (uint8, e8m0).
+
+        Without a replica, of ``master`` itself.
 
         Blocks escape, with a scale of 255 and codes of 0, whose difference is not finite, or may
         be off by more than ``tolerance`` times their largest ``|master|``; returns how many do.
@@ -219,7 +221,7 @@ class Reference:
     def encode_difference(
         self,
         master: Tensor,
-        replica: Tensor,
+        replica: Tensor | None,
         scales: Tensor,
         codes: Tensor,
         blocks: DifferenceBlocks,

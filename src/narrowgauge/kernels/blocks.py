@@ -21,8 +21,9 @@ from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, Format, IntFormat, format_of
 from narrowgauge.kernels import operators
+from narrowgauge.kernels.differences import blocks_in_one_pass, encode_difference
 from narrowgauge.kernels.grid import check_rounding, grid_of
-from narrowgauge.kernels.raw import packed_bytes
+from narrowgauge.kernels.raw import packed_bytes, threads_for
 from narrowgauge.scaling import fitting_exponents
 
 _MOST = 2.0**32  # of element * scale, up to which two levels use the range of the scale
@@ -170,6 +171,11 @@ def encode_blocks_into(
         overflow: of the elements; ``None``: they saturate.
         key: for stochastic rounding.
     """
+    one_pass = blocks_in_one_pass(format)
+    usual = rounding == "nearest-even" and overflow in (None, "saturate")
+    if one_pass is not None and usual and x.dtype == torch.float32:
+        encode_difference(x, None, one_pass, out, threads=threads_for(x.numel()))
+        return
     scales, own = block_scales(x, format)
     own_part, scale_part, element_part = out.split(list(_sizes(x.numel(), format)))
     if own is not None and own_part.numel():

@@ -63,6 +63,16 @@ def difference_blocks(format: FormatLike, block_size: int = 256) -> DifferenceBl
 
 
 @cache
+def blocks_in_one_pass(format: BlockFormat) -> DifferenceBlocks | None:
+    """How :func:`encode_difference` codes numbers as the format does; ``None`` if it does not."""
+    try:
+        blocks = difference_blocks(format)
+    except ValueError:
+        return None
+    return blocks if blocks.scaled else None
+
+
+@cache
 def _difference_blocks(name: str, size: int) -> DifferenceBlocks:
     format = format_of(name)
     assert not isinstance(format, BlockFormat)
@@ -87,7 +97,7 @@ def difference_sizes(numel: int, blocks: DifferenceBlocks) -> tuple[int, int]:
 
 def encode_difference(
     master: Tensor,
-    replica: Tensor,
+    replica: Tensor | None,
     blocks: DifferenceBlocks,
     out: Tensor,
     *,
@@ -98,7 +108,7 @@ def encode_difference(
 
     Args:
         master: float32.
-        replica: float32, as many.
+        replica: float32, as many; ``None``: zeros, so that ``master`` itself is coded.
         blocks: see :func:`difference_blocks`.
         out: as many bytes as :func:`difference_sizes` says together.
         tolerance: blocks escape in which rounding could change a number by more than this share of

@@ -410,8 +410,9 @@ EXPORT void narrowgauge_largest_magnitudes(const float* x, uint32_t* out, int64_
   });
 }
 
-// Codes of `master - replica` in blocks; returns how many of them could not be coded within
-// `tolerance` times their largest |master| (infinity: all that are finite can).
+// Codes of `master - replica` in blocks (of `master`, if `replica` is null); returns how many of
+// them could not be coded within `tolerance` times their largest |master| (infinity: all that are
+// finite can).
 EXPORT int64_t narrowgauge_encode_difference(const float* master, const float* replica,
                                              uint8_t* scales, uint8_t* codes, int64_t n,
                                              const Grid* grid, const Blocks* blocks,
@@ -424,11 +425,12 @@ EXPORT int64_t narrowgauge_encode_difference(const float* master, const float* r
     float d[TILE];
     for (int64_t i = begin; i < end; i += own.size) {
       const int64_t length = end - i < own.size ? end - i : own.size;
-      subtract(master + i, replica + i, d, length);
+      const float* ahead = master + i;
+      if (replica) subtract(ahead, replica + i, d, length), ahead = d;
       float bound = float_of(INF);
       if (tolerance < bound) bound = tolerance * float_of(largest_magnitude(master + i, length));
-      scales[i / own.size] = encode_block(encoder, own, d, largest_magnitude(d, length), bound,
-                                          codes + i / 8 * grid->bits, length);
+      scales[i / own.size] = encode_block(encoder, own, ahead, largest_magnitude(ahead, length),
+                                          bound, codes + i / 8 * grid->bits, length);
       mine += scales[i / own.size] == ESCAPED;
     }
     if (mine) __atomic_fetch_add(&found, mine, __ATOMIC_RELAXED);

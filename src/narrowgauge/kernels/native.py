@@ -280,7 +280,7 @@ class Native:
     def encode_difference(
         self,
         master: Tensor,
-        replica: Tensor,
+        replica: Tensor | None,
         scales: Tensor,
         codes: Tensor,
         blocks: DifferenceBlocks,
@@ -290,7 +290,7 @@ class Native:
         """Codes of ``master - replica`` in blocks; the number of blocks that escape."""
         escaped: int = self._library.encode_difference(
             master.data_ptr(),
-            replica.data_ptr(),
+            None if replica is None else replica.data_ptr(),
             scales.data_ptr(),
             codes.data_ptr(),
             master.numel(),

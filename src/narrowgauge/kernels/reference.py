@@ -259,18 +259,18 @@ ESCAPED = 255
 
 
 def encode_difference(
-    master: Tensor, replica: Tensor, blocks: DifferenceBlocks, tolerance: float
+    master: Tensor, replica: Tensor | None, blocks: DifferenceBlocks, tolerance: float
 ) -> tuple[Tensor, Tensor]:
     """Scales (uint8, e8m0) and packed codes of ``master - replica``, float32, in blocks.
 
     Args:
         master: float32, flat.
-        replica: float32, as many.
+        replica: float32, as many; ``None``: zeros.
         blocks: see there.
         tolerance: blocks escape whose numbers rounding may change by more than this share of their
             largest ``|master|``; infinity: only those that are not finite.
     """
-    difference = master - replica
+    difference = master if replica is None else master - replica
     magnitudes = largest_magnitudes(difference, blocks.size).view(torch.float32)
     fraction, exponent = torch.frexp(magnitudes)
     overflows = (fraction.view(torch.int32) & 0x7FFFFF) >= blocks.limit

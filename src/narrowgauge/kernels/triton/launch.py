@@ -117,7 +117,7 @@ class Triton:
     def encode_difference(
         self,
         master: Tensor,
-        replica: Tensor,
+        replica: Tensor | None,
         scales: Tensor,
         codes: Tensor,
         blocks: DifferenceBlocks,
@@ -127,6 +127,7 @@ class Triton:
         """Scales and codes of ``master - replica``; the number of blocks that escape."""
         if not master.numel():
             return 0
+        replica = torch.zeros_like(master) if replica is None else replica
         limits = torch.tensor([blocks.half_step, tolerance], device=master.device)
         with torch.cuda.device_of(master):
             difference.encode_difference[(_tiles(master.numel()),)](
