@@ -672,3 +672,23 @@ def test_layout_covers_every_element_once(world_size: int, message_bytes: int) -
                 begin = segment.begin - sum(sizes[: segment.tensor])
                 if isinstance(segment.format, BlockFormat):
                     assert begin % segment.format.block_size == 0
+
+
+def reduce_many_shapes() -> int:
+    """How many greetings a rank has room for after 40 shapes in turn, each in its own plan."""
+    reducer = Reducer()
+    for numel in range(40):
+        for format, kind in (("e5m2", None), ("fp32", "float32")):
+            flat = torch.full((numel,), float(dist.get_rank()))
+            reducer.start(flat, [numel], [format_of(format)], kind=kind).wait()
+            assert flat.tolist() == [1.0] * numel
+    pointers = {
+        greeting.data_ptr()
+        for messages in [m for plan in reducer._plans.values() for m in plan.free]
+        for greeting in messages.greetings.values()
+    }
+    return len(pointers)
+
+
+def test_new_shapes_keep_no_room_for_greetings_of_their_own() -> None:
+    assert run_ranks(reduce_many_shapes, 3) == [2, 2, 2]

@@ -4,13 +4,12 @@ Ranks that reduce different tensors must notice it before one receives into a bu
 what comes, which would end the process. So every reduction begins with eight bytes that stand for
 what is reduced and how, and every rank receives them with room for more: the numbers of a small
 float32 reduction, or the first codes of a narrow one, follow in the same message, because for small
-messages their number is what counts. The trade-off: a few MB of address space per reduction, of
-which only what arrives is ever used.
+messages their number is what counts. The trade-off: some MB for every reduction under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,6 +45,27 @@ def carries(layout: Layout, agreed: bool, world_size: int) -> bool:
     if layout.kind == "all-gather" or agreed or not layout.numel:
         return False
     return max(piece.size for piece in layout.chunks[0]) <= room(world_size)
+
+
+class GreetingBuffers:
+    """Buffers in which the greetings of all peers arrive; used again by whatever comes next."""
+
+    def __init__(self, peers: Sequence[int], world_size: int) -> None:
+        self._peers = peers
+        self._size = FINGERPRINT_BYTES + room(world_size)
+        self._free: list[dict[int, torch.Tensor]] = []
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """A buffer for each peer, whatever is in it."""
+        if self._free:
+            return self._free.pop()
+        return {
+            peer: torch.empty(self._size, dtype=torch.uint8, device="cpu") for peer in self._peers
+        }
+
+    def give_back(self, greetings: dict[int, torch.Tensor]) -> None:
+        """What nobody reads any more."""
+        self._free.append(greetings)
 
 
 def headed(fingerprint: torch.Tensor, size: int) -> torch.Tensor:

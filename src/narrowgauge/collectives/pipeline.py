@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives.greeting import REFUSAL, carries, check
+from narrowgauge.collectives.greeting import REFUSAL, GreetingBuffers, carries, check
 from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.link import (
     Link,
@@ -88,6 +88,7 @@ class Reducer:
         self._pays: dict[tuple[int, float], bool] = {}  # by elements and bits of each
         self._failure: BaseException | None = None
         self._refusals: list[dist.Work] = []
+        self._greetings = GreetingBuffers(self.transport.peers, self.transport.world_size)
         self._to_encode: Inbox = queue.SimpleQueue()
         self._to_reduce: Inbox = queue.SimpleQueue()
         self._to_decode: Inbox = queue.SimpleQueue()
@@ -187,6 +188,7 @@ class Reducer:
                 if plan.free
                 else Messages(plan, transport.rank, transport.world_size)
             )
+            messages.greet_into(self._greetings.take(), plan.carries)
         reduction.messages = messages
         chunks = len(layout.chunks)
         reduction.first_number = transport.reserve(2 * max(chunks, 1) + 1)
@@ -493,5 +495,6 @@ class Reducer:
     def _finish(self, reduction: Reduction) -> None:
         self._wait(reduction, reduction.sends, "sending to")
         assert reduction.messages is not None
+        self._greetings.give_back(reduction.messages.greetings)
         reduction.plan.free.append(reduction.messages)
         reduction.finish()

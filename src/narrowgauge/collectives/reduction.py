@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives.greeting import FINGERPRINT_BYTES, headed, room
+from narrowgauge.collectives.greeting import FINGERPRINT_BYTES, headed
 from narrowgauge.collectives.layout import Layout
 from narrowgauge.collectives.message import Arithmetic
 from narrowgauge.collectives.transport import tag_of
@@ -148,14 +148,14 @@ class Messages:
     ``reduced`` the sums of every piece. Of these, a reduce-scatter has the first two, an all-gather
     the last, and a small float32 reduction the first, with all numbers in one message.
 
-    ``heads[peer]`` is what we send first, and ``greetings[peer]`` where theirs arrives; if they
-    carry more than a fingerprint, the buffers of the first chunk are parts of them.
+    ``heads[peer]`` is what we send first, and ``greetings[peer]`` where theirs arrives, while a
+    reduction is under way; if they carry more than a fingerprint, the buffers of the first chunk
+    are parts of them.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int) -> None:
         layout, peers = plan.layout, [peer for peer in range(world_size) if peer != rank]
-        length = FINGERPRINT_BYTES + room(world_size)
-        self.greetings = {p: torch.empty(length, dtype=torch.uint8, device="cpu") for p in peers}
+        self.greetings: dict[int, torch.Tensor] = {}
         self.heads = dict.fromkeys(peers, plan.fingerprint)
         self.incoming: list[list[torch.Tensor]] = []
         self.outgoing: list[list[torch.Tensor]] = []
@@ -186,10 +186,14 @@ class Messages:
                 own = headed(plan.fingerprint, sizes[0])
                 self.heads = dict.fromkeys(peers, own)
                 self.incoming[0][rank] = own[FINGERPRINT_BYTES:]
-        if plan.carries:
-            end = FINGERPRINT_BYTES + self.incoming[0][rank].numel()
-            for peer in peers:
-                self.incoming[0][peer] = self.greetings[peer][FINGERPRINT_BYTES:end]
+
+    def greet_into(self, greetings: dict[int, torch.Tensor], carries: bool) -> None:
+        """Let the greetings of the next reduction, and what they carry, arrive in these."""
+        self.greetings = greetings
+        if carries:
+            for peer, greeting in greetings.items():
+                size = self.incoming[0][peer].numel()
+                self.incoming[0][peer] = greeting[FINGERPRINT_BYTES : FINGERPRINT_BYTES + size]
 
 
 class Plan:
