@@ -146,7 +146,7 @@ class Reducer:
         name: str = "",
         at_once: bool = False,
     ) -> Reduction:
-        """Start reducing ``flat`` in place: all receives are posted before this returns.
+        """Start reducing ``flat`` in place; it may have ended when this returns.
 
         Args:
             flat: contiguous float32 CPU tensor of one dimension; not to be touched until the end.
