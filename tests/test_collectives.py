@@ -281,7 +281,7 @@ def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
         narrowgauge.all_reduce(tensor, format)
         dist.barrier()
         sent.append(loopback_bytes() - before)
-    return min(sent) / dist.get_world_size()  # others may have sent something meanwhile
+    return min(sent) / dist.get_world_size()  # other tests send on it, too
 
 
 @pytest.mark.skipif(not Path("/sys/class/net/lo").exists(), reason="needs Linux's byte counters")
@@ -289,7 +289,7 @@ def bytes_on_the_interface(format: str, numel: int, rounds: int) -> float:
 def test_the_interface_carries_a_quarter_of_float32(world_size: int) -> None:
     numel = 6_500_000
     float32 = 2 * (world_size - 1) / world_size * numel * 4
-    for sent in run_ranks(bytes_on_the_interface, world_size, "e5m2", numel, 8):
+    for sent in run_ranks(bytes_on_the_interface, world_size, "e5m2", numel, 40):
         assert sent == pytest.approx(float32 / 4, rel=0.02)
 
 
