@@ -2,7 +2,7 @@
 
 A power of two changes only the exponent, so scaling itself never rounds. All exponents come from
 the *bits* of the largest magnitude: a logarithm of a float misrounds near powers of two, and zero
-has none. The trade-off is which magnitude counts: one rank's own (``scale_exponents``: one bit more
+has none. The trade-off is which magnitude counts: one rank's own (``scale_exponent``: one bit more
 precise, travels in the message header) or the largest of all ranks with room for their sum
 (``shared_exponents``: APS as published, costs one small all-reduce).
 """
@@ -36,29 +36,42 @@ def needs_scale(format: FloatFormat | IntFormat) -> bool:
     )
 
 
-def scale_exponents(magnitudes: torch.Tensor, format: FloatFormat | IntFormat) -> torch.Tensor:
-    """Exponent of the largest power of two that keeps each magnitude finite in ``format``.
+def scale_exponent(magnitude: float, format: FloatFormat | IntFormat) -> int:
+    """Exponent of the largest power of two that keeps ``magnitude`` finite in ``format``.
+
+    Of a number rather than of a tensor of one, whose operators would take longer than encoding a
+    small gradient.
 
     Args:
-        magnitudes: largest magnitudes as float32 bits, int32, any shape (see
-            ``kernels.largest_magnitudes``).
+        magnitude: the largest of the numbers to be scaled.
         format: the format the scaled numbers are rounded to.
 
     Returns:
-        int32, same shape: ``k`` such that ``magnitude * 2**k`` rounds (to nearest, ties to even) to
-        a finite number and ``magnitude * 2**(k+1)`` does not, within ``SMALLEST_EXPONENT`` and
+        ``k`` such that ``magnitude * 2**k`` rounds (to nearest, ties to even) to a finite number
+        and ``magnitude * 2**(k+1)`` does not, within ``SMALLEST_EXPONENT`` and
         ``LARGEST_EXPONENT``; 0 for a magnitude of zero; ``NON_FINITE`` for NaN and infinity.
     """
-    return fitting_exponents(magnitudes.view(torch.float32).double(), format)
+    if not math.isfinite(magnitude):
+        return NON_FINITE
+    if magnitude == 0:
+        return 0
+    midpoint, inclusive = format.overflow_threshold
+    threshold, exponent_at_threshold = math.frexp(midpoint)
+    fraction, exponent = math.frexp(magnitude)
+    overflows = fraction >= threshold if inclusive else fraction > threshold
+    return max(
+        SMALLEST_EXPONENT, min(exponent_at_threshold - exponent - overflows, LARGEST_EXPONENT)
+    )
 
 
 def fitting_exponents(
-    largest: torch.Tensor,
-    format: FloatFormat | IntFormat,
-    lowest: int = SMALLEST_EXPONENT,
-    highest: int = LARGEST_EXPONENT,
+    largest: torch.Tensor, format: FloatFormat | IntFormat, lowest: int, highest: int
 ) -> torch.Tensor:
-    """:func:`scale_exponents` of largest magnitudes given as float64, within other limits."""
+    """:func:`scale_exponent` of many largest magnitudes, float64, within other limits.
+
+    Returns:
+        int32, of the shape of ``largest``.
+    """
     midpoint, inclusive = format.overflow_threshold
     threshold, exponent_at_threshold = math.frexp(midpoint)
     fraction, exponent = torch.frexp(largest)

@@ -24,7 +24,7 @@ from narrowgauge.scaling import (
     NON_FINITE,
     largest_exponents,
     needs_scale,
-    scale_exponents,
+    scale_exponent,
     shared_exponents,
 )
 
@@ -262,22 +262,18 @@ def _exponents(
     piece: Piece, flat: torch.Tensor, scale: Scale, agreed: list[int] | None
 ) -> list[int]:
     """The exponent byte of each segment."""
-    exponents = [0] * len(piece.segments)
-    for format in {segment.format for segment in piece.segments}:
-        if isinstance(format, BlockFormat) or not needs_scale(format):
+    exponents = []
+    for segment in piece.segments:
+        if isinstance(segment.format, BlockFormat) or not needs_scale(segment.format):
+            exponents.append(0)
             continue
-        numbers = [n for n, segment in enumerate(piece.segments) if segment.format == format]
-        segments = [piece.segments[number] for number in numbers]
-        magnitudes = torch.cat([_magnitude(flat[s.begin : s.end]) for s in segments])
-        local = scale_exponents(magnitudes, format).tolist()
-        for number, segment, own, magnitude in zip(
-            numbers, segments, local, magnitudes.tolist(), strict=True
-        ):
-            wanted = agreed[segment.tensor] if agreed is not None else own if scale else 0
-            if NON_FINITE in (own, wanted):
-                exponents[number] = NON_FINITE
-            else:
-                exponents[number] = wanted if magnitude else ALL_ZERO
+        largest = _magnitude(flat[segment.begin : segment.end]).view(torch.float32).item()
+        own = scale_exponent(largest, segment.format)
+        wanted = agreed[segment.tensor] if agreed is not None else own if scale else 0
+        if NON_FINITE in (own, wanted):
+            exponents.append(NON_FINITE)
+        else:
+            exponents.append(wanted if largest else ALL_ZERO)
     return exponents
 
 
@@ -307,9 +303,9 @@ def _special(senders: list[tuple[int, torch.Tensor]]) -> int | None:
 
 
 def _write_header(message: torch.Tensor, exponents: list[int]) -> None:
-    message[: len(exponents)] = torch.tensor(exponents, dtype=torch.int8, device="cpu").view(
-        torch.uint8
-    )
+    if exponents:
+        header = bytearray(exponent & 0xFF for exponent in exponents)
+        message[: len(header)].copy_(torch.frombuffer(header, dtype=torch.uint8))
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
