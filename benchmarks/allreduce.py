@@ -29,10 +29,9 @@ from rich.table import Table
 
 import narrowgauge
 from narrowgauge import kernels
-from narrowgauge.collectives.link import Link, all_reduce_seconds, float32_seconds, measure_link
-from narrowgauge.collectives.pipeline import Reducer
+from narrowgauge.collectives.link import measure_link
 from narrowgauge.collectives.reduction import Reduction
-from narrowgauge.formats import format_of
+from narrowgauge.collectives.transport import Transport
 
 UNITS = {"KB": 1000, "MB": 1_000_000}
 RANK = 4  # of PowerSGD's factors
@@ -91,29 +90,9 @@ def power_sgd(tensor: torch.Tensor) -> Callable[[], object]:
     return run
 
 
-def adapting(tensor: torch.Tensor, reducer: Reducer, narrow: bool) -> Ours:
-    """What ``compress`` makes of a bucket: e5m2, or float32 where that is sooner here."""
-
-    def run(async_op: bool = False) -> Reduction:
-        reduction = reducer.start(
-            tensor,
-            [tensor.numel()],
-            [format_of("e5m2")],
-            kind=None if narrow else "float32",
-            at_once=not async_op,
-        )
-        if not async_op:
-            reduction.wait()
-        return reduction
-
-    return run
-
-
-def measure_size(
-    numel: int, rounds: int, seconds: float, reducer: Reducer | None, link: Link | None
-) -> dict[str, Any]:
-    """Time every method in turn for one size; without a reducer, those on two levels."""
-    ranks, ends = dist.get_world_size(), links.ends()
+def measure_size(numel: int, rounds: int, seconds: float, two_hosts: bool) -> dict[str, Any]:
+    """Time every method in turn for one size."""
+    ends = links.ends()
     source = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     tensor = torch.empty(numel)
     ours: dict[str, Ours] = {"ours e5m2": partial(narrowgauge.all_reduce, tensor, "e5m2")}
@@ -126,15 +105,16 @@ def measure_size(
         "ours, two levels": numel,
     }
     runs: dict[str, Callable[[], object]] = {NOTHING: lambda: None} | gloo(tensor)
-    if reducer is not None and link is not None:
-        runs["PowerSGD 4"] = power_sgd(tensor)
-        ours["ours e2m1fn"] = partial(narrowgauge.all_reduce, tensor, "e2m1fn")
-        narrow = all_reduce_seconds(link, numel, 8, ranks) <= float32_seconds(link, numel, ranks)
-        ours["ours, adapting"] = adapting(tensor, reducer, narrow)
-        data["ours, adapting"] = numel if narrow else 4 * numel
-    else:
+    adapting = partial(narrowgauge.all_reduce, tensor, "e5m2", adapt=True)
+    if two_hosts:
         inside = int(os.environ["LOCAL_WORLD_SIZE"])
         ours["ours, two levels"] = partial(narrowgauge.all_reduce, tensor, "e5m2", inside=inside)
+    else:
+        runs["PowerSGD 4"] = power_sgd(tensor)
+        ours["ours e2m1fn"] = partial(narrowgauge.all_reduce, tensor, "e2m1fn")
+        ours["ours, adapting"] = adapting
+        sent_as = kind_of(adapting(async_op=True))  # all ranks measure the link, and decide
+        data["ours, adapting"] = numel if sent_as == "e5m2" else 4 * numel
     runs |= ours
 
     def turn() -> dict[str, tuple[float, int]]:
@@ -167,11 +147,17 @@ def measure_size(
             results[name]["limit_milliseconds"] = limit
             results[name]["share_of_limit"] = limit / results[name]["milliseconds"]
     if "ours, adapting" in results:
-        results["ours, adapting"]["sent_as"] = "e5m2" if narrow else "float32"
+        results["ours, adapting"]["sent_as"] = sent_as
     for result in results.values():
         quotient = result["milliseconds"] / results["Gloo float32"]["milliseconds"]
         result["times_float32"] = quotient
     return results
+
+
+def kind_of(reduction: Reduction) -> str:
+    """What an adapting reduction of e5m2 is sent as."""
+    reduction.wait()
+    return "float32" if reduction.plan.layout.kind == "float32" else "e5m2"
 
 
 def apart(start: Ours, tensor: torch.Tensor, source: torch.Tensor, rounds: int) -> dict[str, float]:
@@ -192,13 +178,10 @@ def measure(sizes: list[str], rounds: int, seconds: float, two_hosts: bool) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     result: dict[str, Any] = {"raw_bits_per_second": links.raw_bits_per_second()}
-    reducer = link = None
     if not two_hosts:
-        reducer = Reducer()
-        link = measure_link(reducer.transport)
-        result["link"] = dataclasses.asdict(link)
+        result["link"] = dataclasses.asdict(measure_link(Transport(None, None)))
     result["sizes"] = {
-        size: measure_size(bytes_of(size) // 4, rounds, seconds, reducer, link) for size in sizes
+        size: measure_size(bytes_of(size) // 4, rounds, seconds, two_hosts) for size in sizes
     }
     links.hand_in(result)
 
@@ -212,9 +195,10 @@ def table(title: str, sizes: dict[str, Any]) -> Table:
         found.add_column(heading, justify="right")
     for size, results in sizes.items():
         for name, result in results.items():
+            sent_as = f" ({result['sent_as']})" if "sent_as" in result else ""
             found.add_row(
                 size,
-                name,
+                name + sent_as,
                 f"{result['milliseconds']:.4g}",
                 f"{result['times_float32']:.2f}",
                 f"{result['share_of_limit']:.0%}" if "share_of_limit" in result else "",
