@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import narrowgauge
 from narrowgauge.collectives.layout import cut, shard_borders
 from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduce import all_reduce
+from narrowgauge.collectives.transport import CollectiveError
 from narrowgauge.collectives.two_level import TwoLevelReducer, inside_groups
 from narrowgauge.formats import format_of
 from tests.ranks import Raised, run_ranks
@@ -207,40 +209,64 @@ def test_groups_that_cannot_be_are_refused_by_name() -> None:
             assert part in text
 
 
-def refuse_alone(later: bool) -> None:
+def refuse_alone(later: bool, inside: int | None) -> None:
     if later:
-        narrowgauge.all_reduce(torch.ones(3), "e5m2")
-    narrowgauge.all_reduce(torch.ones(3), "e5m2" if dist.get_rank() else "nosuch")
+        narrowgauge.all_reduce(torch.ones(3), "e5m2", inside=inside)
+    narrowgauge.all_reduce(torch.ones(3), "e5m2" if dist.get_rank() else "nosuch", inside=inside)
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_arguments_that_one_rank_refuses_are_an_error_on_all(later: bool, world_size: int) -> None:
-    first, *others = run_ranks(refuse_alone, world_size, later, catch=True)
+@pytest.mark.parametrize(("world_size", "inside"), [(2, None), (3, None), (4, 2)])
+def test_arguments_that_one_rank_refuses_are_an_error_on_all(
+    later: bool, world_size: int, inside: int | None
+) -> None:
+    first, *others = run_ranks(refuse_alone, world_size, later, inside, catch=True)
     assert isinstance(first, Raised)
     assert first.type_name == "ValueError"
     for other in others:
         assert isinstance(other, Raised)
         assert other.type_name == "CollectiveError"
         # It may be gone before its refusal has arrived.
-        assert "rank 0 refused" in other.message or "output of rank 0 first" in other.message
+        assert "refused" in other.message or "first: a rank failed there" in other.message
         assert other.seconds < 10
 
 
-def refuse_together() -> float:
+def refuse_and_stay() -> str:
+    """Rank 0 refuses, and is there until the others have raised."""
+    store = dist.distributed_c10d._get_default_store()
+    narrowgauge.all_reduce(torch.ones(3), "e5m2", inside=2)
+    try:
+        narrowgauge.all_reduce(torch.ones(3), "e5m2" if dist.get_rank() else "nosuch", inside=2)
+    except (ValueError, CollectiveError) as error:
+        store.set(f"raised{dist.get_rank()}", "")
+        store.wait([f"raised{rank}" for rank in range(4)], timedelta(seconds=20))
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_refusal_in_one_group_reaches_the_ranks_of_all_groups() -> None:
+    _, *others = run_ranks(refuse_and_stay, 4)
+    for text in others:
+        assert "refused the arguments of the compressed all-reduce" in text
+
+
+def refuse_together(inside: int | None) -> float:
     tensor = torch.tensor([float(dist.get_rank())])
     for _ in range(3):
         with pytest.raises(ValueError, match="nosuch"):
-            narrowgauge.all_reduce(tensor, "nosuch")
-    narrowgauge.all_reduce(tensor, "e5m2")
+            narrowgauge.all_reduce(tensor, "nosuch", inside=inside)
+    narrowgauge.all_reduce(tensor, "e5m2", inside=inside)
     with pytest.raises(TypeError):
-        narrowgauge.all_reduce(torch.ones(2).int(), "e5m2")
-    narrowgauge.all_reduce(tensor, "e5m2")
+        narrowgauge.all_reduce(torch.ones(2).int(), "e5m2", inside=inside)
+    narrowgauge.all_reduce(tensor, "e5m2", inside=inside)
     return tensor.item()
 
 
-def test_arguments_that_all_ranks_refuse_leave_the_group_in_order() -> None:
-    assert run_ranks(refuse_together, 2) == [0.5, 0.5]
+@pytest.mark.parametrize(("world_size", "inside"), [(2, None), (4, 2)])
+def test_arguments_that_all_ranks_refuse_leave_the_group_in_order(
+    world_size: int, inside: int | None
+) -> None:
+    assert run_ranks(refuse_together, world_size, inside) == [(world_size - 1) / 2] * world_size
 
 
 def negative_view() -> torch.Tensor:

@@ -92,7 +92,7 @@ def check(
     if refused:
         raise CollectiveError(
             f"{named(refused)} refused the arguments of the compressed all-reduce that {own} "
-            f"makes; look at the output of {named(refused)}"
+            f"makes, or failed before it; look at the output of {named(refused)}"
         )
     different = [peer for peer, it in theirs.items() if not it.equal(fingerprint)]
     if different:

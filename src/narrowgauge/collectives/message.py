@@ -112,9 +112,8 @@ def reduce_into(
     for segment, senders in _segments(piece, messages):
         out = flat[segment.begin : segment.end]
         if isinstance(segment.format, BlockFormat):
-            _reduce_blocks(segment.format, senders, out, arithmetic)
-            _, _, _, last_factor = arithmetic.factors(segment.format)
-            out.mul_(last_factor)
+            shift, factor, _, last_factor = arithmetic.factors(segment.format)
+            _reduce_blocks(segment.format, senders, out, shift, factor * last_factor)
             continue
         special = _special(senders)
         if special is not None:
@@ -141,7 +140,8 @@ def reduce_and_encode(
         codes = result[segment.offset : segment.offset + segment.size]
         if isinstance(segment.format, BlockFormat):
             total = torch.empty(segment.end - segment.begin, dtype=torch.float32, device="cpu")
-            _reduce_blocks(segment.format, senders, total, arithmetic)
+            shift, factor, _, _ = arithmetic.factors(segment.format)
+            _reduce_blocks(segment.format, senders, total, shift, factor)
             encode_blocks_into(total, segment.format, codes)
             exponents.append(0)
             continue
@@ -180,7 +180,8 @@ def unpack(piece: Piece, message: torch.Tensor, flat: torch.Tensor, arithmetic: 
         _, _, _, last_factor = arithmetic.factors(segment.format)
         if isinstance(segment.format, BlockFormat):
             decode_blocks_into(codes, segment.format, out)
-            out.mul_(last_factor)
+            if last_factor != 1:
+                out.mul_(last_factor)
             continue
         kernels.decode_into(
             codes, segment.format, exponent, out, factor=last_factor, threads=_THREADS
@@ -244,18 +245,19 @@ def _reduce_blocks(
     format: BlockFormat,
     senders: list[tuple[int, torch.Tensor]],
     out: torch.Tensor,
-    arithmetic: Arithmetic,
+    shift: int,
+    factor: float,
 ) -> None:
-    """The sum of the senders' numbers, in rank order, before the last factor, into ``out``."""
-    shift, factor, _, _ = arithmetic.factors(format)
+    """The sum of the senders' numbers times ``2**-shift``, in rank order, times ``factor``."""
     term = torch.empty_like(out)
     for number, (_, codes) in enumerate(senders):
         target = term if number else out
-        decode_blocks_into(codes, format, target)
-        target.mul_(2.0**-shift)  # a power of two, by which huge gradients stay finite
+        # A power of two, by which the sum of huge gradients stays finite.
+        decode_blocks_into(codes, format, target, factor=2.0**-shift)
         if number:
             out.add_(term)
-    out.mul_(factor)
+    if factor != 1:
+        out.mul_(factor)
 
 
 def _exponents(

@@ -141,15 +141,20 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _refuse(group: dist.ProcessGroup | None, adapt: bool, error: Exception) -> None:
+def _refuse(group: dist.ProcessGroup | None, inside: object, adapt: bool, error: Exception) -> None:
     """Let the other ranks raise as well, now or when they come."""
     if not dist.is_initialized() or not isinstance(group, (dist.ProcessGroup, type(None))):
         return
-    reducer = _reducers.get((members_of(group), adapt))
-    if reducer is None:
-        refuse(group, error)
-    else:
+    members = members_of(group)
+    reducers: list[Reducer | TwoLevelReducer]
+    if inside is None:
+        reducers = [reducer for key, reducer in _reducers.items() if key == (members, adapt)]
+    else:  # which of them the others use, is not known if ``inside`` is what is refused
+        reducers = [reducer for key, reducer in _two_level_reducers.items() if key[0] is members]
+    for reducer in reducers:
         reducer.refuse()
+    if not reducers:
+        refuse(group, error)
 
 
 def _is_flat_float32(tensor: torch.Tensor) -> bool:
@@ -208,7 +213,7 @@ def all_reduce(
         targets = _checked_targets(tensors)
         groups = None if inside is None else inside_groups(inside, members_of(group))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        _refuse(group, adapt, error)
+        _refuse(group, inside, adapt, error)
         raise
     with torch.no_grad():
         reducer = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from narrowgauge.collectives.message import Op, Scale
 from narrowgauge.collectives.pipeline import Reducer
 from narrowgauge.collectives.reduction import Pending, Reduction
 from narrowgauge.collectives.threads import Inbox, work_on
-from narrowgauge.collectives.transport import Transport, members_of
+from narrowgauge.collectives.transport import CollectiveError, Transport, members_of
 from narrowgauge.formats import Format
 
 Inside: TypeAlias = int | Literal["host"] | DeviceMesh
@@ -204,14 +205,35 @@ class TwoLevelReducer:
             )
             reduction.inside.append(part.scattered)
             reduce_between = partial(self._reduce_between, reduction, part, scale, op)
-            self._to_between.put(partial(self._do, reduction, reduce_between))
+            self._to_between.put(partial(self._do, reduction, reduce_between, self._refuse_between))
         return reduction
 
-    def _do(self, reduction: TwoLevelReduction, stage: Callable[[], None]) -> None:
+    def refuse(self) -> None:
+        """Make the ranks that start the next reduction raise, because this one will not."""
+        self._scatter.refuse()
+        self._to_between.put(self._refuse_between)
+
+    def _refuse_between(self) -> None:
+        with suppress(CollectiveError):  # to peers that are gone
+            self._between.refuse()
+        self._to_gather.put(self._refuse_gather)
+
+    def _refuse_gather(self) -> None:
+        with suppress(CollectiveError):
+            self._gather.refuse()
+
+    def _do(
+        self, reduction: TwoLevelReduction, stage: Callable[[], None], refuse: Callable[[], None]
+    ) -> None:
+        """One stage; if it fails, those who wait for this rank in the next are told by ``refuse``.
+
+        So an error in one group reaches the ranks of all others.
+        """
         try:
             stage()
         except BaseException as error:
             reduction.finish(error)
+            refuse()
 
     def _reduce_between(
         self, reduction: TwoLevelReduction, part: _Part, scale: Scale, op: Op
@@ -227,7 +249,8 @@ class TwoLevelReducer:
             name=reduction.name,
         )
         reduction.between.append(part.reduced)
-        self._to_gather.put(partial(self._do, reduction, partial(self._send, reduction, part)))
+        send = partial(self._send, reduction, part)
+        self._to_gather.put(partial(self._do, reduction, send, self._refuse_gather))
 
     def _send(self, reduction: TwoLevelReduction, part: _Part) -> None:
         assert part.reduced is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.formats import FloatFormat, IntFormat
 from narrowgauge.kernels import odd_sum
 from narrowgauge.rounding import quantize_
-from narrowgauge.scaling import NON_FINITE, fitting_exponents
+from narrowgauge.scaling import LARGEST_EXPONENT, NON_FINITE, fitting_exponents
 
 OrderLike: TypeAlias = Literal["sequential", "ring", "tree"] | tuple[Literal["hierarchical"], int]
 
@@ -114,7 +114,7 @@ class Arithmetic:
             0, self._segments, magnitudes, "amax"
         )
         exponents = fitting_exponents(
-            largest.view(exact.dtype).double(), self.format, LOWEST_EXPONENT
+            largest.view(exact.dtype).double(), self.format, LOWEST_EXPONENT, LARGEST_EXPONENT
         )
         scales = powers_of_two(exponents).to(exact.dtype)[self._segments]
         return quantize_(exact * scales, self.format).div_(scales)

@@ -192,8 +192,10 @@ def encode_blocks_into(
         operators.encode_into(x, element_part, grid, rounding, key, multiply, format.block_size)
 
 
-def decode_blocks_into(codes: Tensor, format: BlockFormat, out: Tensor) -> None:
-    """``element * scale`` and, with two levels, times the tensor's own scale.
+def decode_blocks_into(
+    codes: Tensor, format: BlockFormat, out: Tensor, *, factor: float = 1.0
+) -> None:
+    """``element * scale`` and, with two levels, times the tensor's own scale; times ``factor``.
 
     In float64 the product is exact; in other dtypes it is rounded once to float32.
 
@@ -201,6 +203,7 @@ def decode_blocks_into(codes: Tensor, format: BlockFormat, out: Tensor) -> None:
         codes: uint8, what :func:`encode_blocks_into` wrote.
         format: of the blocks.
         out: flat.
+        factor: a power of two; rounds only what becomes subnormal or infinite by it.
     """
     numel = out.numel()
     own_part, scale_part, element_part = codes.split(list(_sizes(numel, format)))
@@ -212,8 +215,13 @@ def decode_blocks_into(codes: Tensor, format: BlockFormat, out: Tensor) -> None:
         values = operators.decode(element_part, grid.name, numel, None, 0).double()
         scales = scales.double().repeat_interleave(min(format.block_size, numel))[:numel]
         out.copy_((values * scales * own).to(torch.promote_types(out.dtype, torch.float32)))
-    else:
+    elif own_part.numel():
         operators.decode_into(element_part, out, grid, scales, format.block_size, own)
+    else:
+        operators.decode_into(element_part, out, grid, scales, format.block_size, factor)
+        return
+    if factor != 1:
+        out.mul_(factor)
 
 
 def _exact_in_float32(format: BlockFormat) -> bool:
