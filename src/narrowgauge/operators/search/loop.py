@@ -78,7 +78,7 @@ class OperatorSearch:
         overhead: epochs of time that the search may take beyond the training: another plan is tried
             for an epoch only if that is within it.
         stateful: what else goes into the snapshot, by its ``state_dict``: a scheduler, a
-        GradScaler.
+            GradScaler.
 
     Attributes:
         epoch: epochs that are over; where a loop begins.
