@@ -308,6 +308,13 @@ def test_a_report_needs_nothing_but_the_files(tmp_path: Path) -> None:
     assert rows[1][4] == "decided: use the plan"
 
 
+def test_a_check_that_failed_before_the_end_is_told_by_its_reason() -> None:
+    why = "in step 32 of its epoch, it turns the gradient by 0.2 of its length"
+    failed = {"event": "check", "passed": False, "reason": why, "band": 0.0}
+    row = training([{**failed, "evaluation": None, "float32": None}]).rows[0]
+    assert row[-1] == f"low precision fell behind float32: {why}"
+
+
 def test_the_tables_compare_with_float32_and_autocast() -> None:
     rows = {row[0]: row for row in contenders(planned()).rows}
     assert rows["plan"][1:4] == ["10 ms", "2.00 × ± 1.0%", "4.00 ×"]

@@ -185,6 +185,9 @@ def training(events: Sequence[Mapping[str, Any]]) -> Table:
             sets += 1
         elif event["event"] == "check":
             how = "kept up with" if event["passed"] else "fell behind"
+            if event["evaluation"] is None:  # it failed before the end
+                remarks.append(f"low precision {how} float32: {event['reason']}")
+                continue
             remarks.append(
                 f"low precision {how} float32 ({event['evaluation']:.4g}, float32 "
                 f"{event['float32']:.4g}, band {event['band']:.2g})"
