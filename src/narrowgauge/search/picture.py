@@ -49,7 +49,13 @@ def network(plan: OperatorPlan) -> Figure:
     timed = any(_seconds(plan, name) for name in names)
     caption = (
         f"The network, from top to bottom: {len(names)} operators, {listed}. Boxes at the left are "
-        "modules" + ("; bars are milliseconds, forward and backward, alone." if timed else ".")
+        "modules"
+        + (
+            "; bars are milliseconds, forward and backward, alone, the number is that of the "
+            "format taken."
+            if timed
+            else "."
+        )
     )
     casts = cast_edges(plan)
     if casts:
