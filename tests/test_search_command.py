@@ -166,7 +166,7 @@ def small(batches: Batches) -> Training:
 
 
 def test_an_interrupted_search_goes_on_to_a_plan_and_its_report(tmp_path: Path) -> None:
-    """With simulated formats, whose search depends on no time that is measured."""
+    """With simulated formats: what is judged depends on no time that is measured."""
     how = {"workdir": tmp_path, "formats": ["e4m3/e5m2"]}
     with pytest.raises(SearchStoppedError, match=r"stopped in epoch 1; .*goes on from") as stopped:
         run(small(Batches(24, stop=12)), **how)

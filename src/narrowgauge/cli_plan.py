@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from narrowgauge.operators.names import did_you_mean, split_name
+from narrowgauge.operators.names import did_you_mean
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.report import Table
+from narrowgauge.search.report import alike, introduction, text_of
 
 app = typer.Typer(help="Show and compare operator plans.", no_args_is_help=True)
 
@@ -21,20 +21,14 @@ app = typer.Typer(help="Show and compare operator plans.", no_args_is_help=True)
 def show(path: Annotated[Path, typer.Argument(help="A file of OperatorPlan.save.")]) -> None:
     """List a plan's operators, those of one signature and format in one row."""
     plan = _load(path)
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, format in plan.formats.items():
-        evidence = _text(plan.evidence.get(name))
-        signature = plan.signatures.get(name, split_name(name)[1])
-        groups.setdefault((signature, format, evidence), []).append(name)
-    rows = [
-        [names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *key]
-        for key, names in groups.items()
-    ]
-    columns = ["operators", "signature", "format", "evidence"]
-    notes = [f"Operators that are not named: {plan.default}. Fingerprint: {plan.fingerprint}."]
-    Console().print(Table(f"{len(plan)} operators", columns, rows, notes).rich())
-    if plan.about:
-        Console().print(Text(_text(plan.about)), soft_wrap=True)
+    Console().print(alike(plan, shown=None).rich())
+    said = [f"Operators that are not named: {plan.default}. Fingerprint: {plan.fingerprint}."]
+    if "decision" in plan.about:
+        said = [*introduction(plan), *said]
+    elif plan.about:
+        said.append(text_of(plan.about))
+    for sentence in said:
+        Console().print(Text(sentence), soft_wrap=True)
 
 
 @app.command()
@@ -72,21 +66,11 @@ def explain(
     ]
     evidence = plan.evidence.get(name)
     if isinstance(evidence, dict):
-        rows += [[key, _text(value)] for key, value in evidence.items()]
+        rows += [[key, text_of(value)] for key, value in evidence.items()]
     else:
-        rows.append(["evidence", _text(evidence) or "none"])
-    rows.append(["measured on", _text(plan.environment)])
+        rows.append(["evidence", text_of(evidence) or "none"])
+    rows.append(["measured on", text_of(plan.environment)])
     Console().print(Table(name, ["what", "is"], rows).rich())
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {_text(part)}" for key, part in value.items())
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _load(path: Path) -> OperatorPlan:

@@ -6,6 +6,7 @@ later, elsewhere, without the model.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,8 +132,7 @@ def operators(plan: OperatorPlan) -> Table:
     """Each operator: times, casts, gradient error, and why it has its format."""
     columns, every = _times_and_errors(plan)
     rows = [
-        [name, format, *every(name), str(plan.evidence.get(name, {}).get("reason", ""))]
-        for name, format in plan.formats.items()
+        [name, format, *every(name), _reason(plan, name)] for name, format in plan.formats.items()
     ]
     notes = [
         "Error: by how much of its length this operator alone, or with those of equal "
@@ -145,23 +145,32 @@ def operators(plan: OperatorPlan) -> Table:
     return Table("Operators", ["operator", "format", *columns, "why"], rows, notes)
 
 
-def alike(plan: OperatorPlan) -> Table:
-    """Operators of one signature and format in a row, the dearest first: for the terminal."""
+def alike(plan: OperatorPlan, shown: int | None = _SHOWN) -> Table:
+    """Operators of one signature and format in a row, the dearest first: for the terminal.
+
+    Args:
+        plan: of a search, or any other, whose evidence may be anything.
+        shown: rows at most; ``None``: all, each with the first operator's reason.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, format in plan.formats.items():
         groups.setdefault((plan.signatures.get(name, name), format), []).append(name)
     columns, every = _times_and_errors(plan)
+    reasons = [_reason(plan, names[0]) for names in groups.values()] if shown is None else []
+    if any(reasons):
+        columns = [*columns, "why"]
     rows = []
-    for (_, format), names in groups.items():
+    for number, ((_, format), names) in enumerate(groups.items()):
         label = names[0] if len(names[0]) < 30 else f"…{names[0][-28:]}"
         label += f" and {len(names) - 1} more" if len(names) > 1 else ""
-        rows.append((len(names) * _most(plan, names[0]), [label, format, *every(names[0])]))
+        cells = [*every(names[0]), *([reasons[number]] if any(reasons) else [])]
+        rows.append((len(names) * _most(plan, names[0]), [label, format, *cells]))
     rows.sort(key=lambda row: -row[0])
-    left = len(rows) - _SHOWN
+    left = 0 if shown is None else len(rows) - shown
     return Table(
         f"{len(plan)} operators, those of one kind in a row",
         ["operator", "format", *columns],
-        [row for _, row in rows[:_SHOWN]],
+        [row for _, row in rows[:shown]],
         [f"And {left} more kinds, which take less time; all are in the report."] * (left > 0),
     )
 
@@ -209,12 +218,12 @@ def training(events: Sequence[Mapping[str, Any]]) -> Table:
 
 def _times_and_errors(plan: OperatorPlan) -> tuple[list[str], Callable[[str], list[str]]]:
     """Columns that the plan has evidence for, and a function that gives an operator's cells."""
-    found = list(plan.evidence.values())
+    found = [_evidence(plan, name) for name in plan.formats]
     timed = list(dict.fromkeys(f for e in found for f in e.get("seconds", {})))
     narrow = list(dict.fromkeys(f for e in found for f in e.get("signals", {})))
 
     def cells(name: str) -> list[str]:
-        evidence = plan.evidence.get(name, {})
+        evidence = _evidence(plan, name)
         seconds, signals = evidence.get("seconds", {}), evidence.get("signals", {})
         casts = evidence.get("casts", {}).values()
         return [
@@ -230,8 +239,33 @@ def _times_and_errors(plan: OperatorPlan) -> tuple[list[str], Callable[[str], li
     ], cells
 
 
+def _evidence(plan: OperatorPlan, name: str) -> dict[str, Any]:
+    """What a search measured of an operator; empty if the plan is not of one."""
+    evidence = plan.evidence.get(name)
+    found = evidence if "decision" in plan.about and isinstance(evidence, dict) else {}
+    return dict(found)
+
+
+def _reason(plan: OperatorPlan, name: str) -> str:
+    """Why an operator has its format: in a search's words, or whatever its evidence says."""
+    if "decision" in plan.about:
+        return str(_evidence(plan, name).get("reason", ""))
+    return text_of(plan.evidence.get(name))
+
+
+def text_of(value: Any) -> str:
+    """A value of a JSON file as a reader wants it: without braces, with four digits."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {text_of(part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _most(plan: OperatorPlan, name: str) -> float:
-    seconds = plan.evidence.get(name, {}).get("seconds", {})
+    seconds = _evidence(plan, name).get("seconds", {})
     return max(seconds.values(), default=0.0)
 
 
