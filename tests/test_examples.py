@@ -14,7 +14,11 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+import torch
+from torch import nn
 
+from narrowgauge import OperatorPlan
+from narrowgauge.search import write_report
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -152,8 +156,6 @@ def test_what_the_pages_show_runs(page: str) -> None:
 
 def on_each_rank(page: str, folder: str) -> None:
     """Run what a page shows with the names it takes for granted."""
-    import torch
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -186,6 +188,54 @@ def on_each_rank(page: str, folder: str) -> None:
 @pytest.mark.parametrize("page", ["inputs.md", "parameters.md"])
 def test_what_the_pages_of_movements_show_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
     run_ranks(on_each_rank, 2, page, str(tmp_path))
+
+
+class Attention(nn.Module):
+    """Two layers that call a softmax, in modules named as in the page on operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"attn": Weights()}) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["attn"](x) @ x
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Weights(nn.Module):
+    """The softmax of a product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.softmax(x @ x.transpose(0, 1), -1)
+
+
+@pytest.mark.parametrize("page", ["operators.md", "search.md"])
+def test_what_the_pages_on_operators_show_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Attention()
+    batches = [(torch.randn(6, 8), torch.randint(0, 4, (6,))) for _ in range(6)]
+    x, y = batches[0]
+    shown: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss_fn": nn.functional.cross_entropy,
+        "loader": batches,
+        "epochs": 8,
+        "evaluate": lambda: nn.functional.cross_entropy(model(x), y).item(),
+        "x": x,
+        "y": y,
+    }
+    text = (PAGES / page).read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], shown)
+    assert OperatorPlan.load("plan.json").names
+    if page == "search.md":
+        assert 'write_report("search")`, from `narrowgauge.search`' in text
+        assert write_report("search").is_file()
 
 
 @pytest.mark.slow
