@@ -6,8 +6,10 @@ import gc
 import math
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -690,3 +692,39 @@ def reduce_many_shapes() -> int:
 
 def test_new_shapes_keep_no_room_for_greetings_of_their_own() -> None:
     assert run_ranks(reduce_many_shapes, 3) == [2, 2, 2]
+
+
+def policies() -> list[int]:
+    """Scheduling policies of the threads by which Gloo receives, the user's own first."""
+    narrowgauge.all_reduce(torch.ones(3), "e5m2")
+    tasks = sorted(int(task.name) for task in Path("/proc/self/task").iterdir())
+    return [
+        os.sched_getscheduler(task)
+        for task in tasks
+        if Path(f"/proc/self/task/{task}/comm").read_text().strip() == "gloo_tcp_loop"
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+def test_only_our_own_threads_of_gloo_let_others_go_first() -> None:
+    for first, *others in run_ranks(policies, 2):
+        assert first == os.SCHED_OTHER
+        assert len(others) == 2
+        assert set(others) == {os.SCHED_BATCH}
+
+
+def told_that_policies_cannot_be_set() -> list[str]:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    os.sched_setscheduler = refuse
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        narrowgauge.all_reduce(torch.ones(3), "e5m2")
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+def test_a_policy_that_cannot_be_set_is_told_of() -> None:
+    for told in run_ranks(told_that_policies_cannot_be_set, 2):
+        assert any("Allow sched_setscheduler in the container" in text for text in told), told

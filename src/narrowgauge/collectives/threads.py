@@ -1,11 +1,16 @@
-"""The threads of a pipeline: each works through an inbox, and ends with whom it works for."""
+"""The threads of a pipeline, which work through inboxes; and those of Gloo, which must not spin."""
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
@@ -31,3 +36,49 @@ def _dismiss(inbox: Inbox, thread: threading.Thread) -> None:
         # At the interpreter's exit a thread that still runs could be ended inside C++ code. One
         # that waits for a dead rank is left behind.
         thread.join(timeout=3.0)
+
+
+_TASKS = Path("/proc/self/task")
+_LOOP = "gloo_tcp_loop"  # what Gloo calls its threads
+
+
+@contextmanager
+def yielding_loops() -> Iterator[None]:
+    """The threads by which Gloo receives for groups made inside do not preempt others.
+
+    Such a thread is woken by a message and tries the lock of its connection until it gets it. Where
+    it has just preempted the thread that holds the lock, in the middle of a call of ours, it spins
+    for as long as the scheduler lets it: milliseconds, in which nothing moves. Under SCHED_BATCH it
+    waits until a processor is free, or the next tick, instead. On Linux only; other policies than
+    the usual one are somebody's choice and stay.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = _loops()
+    yield
+    for thread in _loops() - before:
+        try:
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except ProcessLookupError:
+            continue  # another's, which ended meanwhile
+        except OSError as error:
+            warnings.warn(
+                f"the scheduling policy of Gloo's threads cannot be set ({error}); small messages "
+                "may take some milliseconds longer. Allow sched_setscheduler in the container",
+                stacklevel=2,
+            )
+            return
+
+
+def _loops() -> set[int]:
+    """Numbers of the threads by which Gloo receives in this process."""
+    found = set()
+    for task in _TASKS.iterdir():
+        try:
+            if (task / "comm").read_text().strip() == _LOOP:
+                found.add(int(task.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found

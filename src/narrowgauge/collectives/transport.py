@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
+from narrowgauge.collectives.threads import yielding_loops
+
 VERSION = 3
 """Of the bytes between ranks; raised with every change to them."""
 
@@ -119,7 +121,8 @@ class Transport:
             ) from error
 
     def _new_group(self, store: Store) -> Any:  # torch's stubs lack the methods of groups
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
+        with yielding_loops():
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=self.timeout)
 
     @property
     def peers(self) -> list[int]:
