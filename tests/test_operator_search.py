@@ -287,6 +287,9 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
         OperatorSearch(3, training.optimizer, workdir=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer is str; it must be a torch\.optim\.Optimizer"):
         OperatorSearch(training.model, "adam", workdir=tmp_path)  # type: ignore[arg-type]
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="a Linear, has no parameter that requires a gradient"):
+        OperatorSearch(frozen, training.optimizer, workdir=tmp_path)
     with pytest.raises(TypeError, match="model is compiled; search on the model itself"):
         OperatorSearch(
             torch.compile(training.model, backend="eager"), training.optimizer, workdir=tmp_path

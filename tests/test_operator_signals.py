@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import OperatorPlan, quantize
-from narrowgauge.operators import record_operators
-from narrowgauge.operators.replay import ReplayError, Shadow, StepTape
+from narrowgauge.operators import Recording, record_operators
+from narrowgauge.operators.replay import ReplayError, StepTape
+from narrowgauge.operators.shadow import Shadow
 from narrowgauge.operators.signals import Judge, Signal, gradient_errors, narrowest
 
 # --- signals -------------------------------------------------------------------------------------
@@ -189,3 +192,101 @@ def test_a_step_that_cannot_be_made_again_says_why() -> None:
         StepTape(model, optimizer),
     ):
         outside.sum().backward()
+
+
+@dataclass
+class Output:
+    """What a model may return: a type that torch knows nothing of."""
+
+    logits: Tensor
+
+
+class InParts(nn.Module):
+    """Two parts that the loop calls by themselves, and an output that is a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.decoder(self.encoder(x).relu()))
+
+
+def test_a_shadow_has_all_that_the_optimizers_of_the_step_train() -> None:
+    torch.manual_seed(0)
+    model, scale = InParts(), nn.Parameter(torch.ones(1))  # of the loss, not of the model
+    optimizers = [
+        torch.optim.SGD([*model.encoder.parameters(), scale], 0.1, momentum=0.9),
+        torch.optim.Adam(model.decoder.parameters(), 0.01),
+    ]
+    shadow = Shadow(model, *optimizers)
+    for _ in range(3):
+        tape = StepTape(model, *optimizers)
+        with tape:
+            (model(torch.randn(8, 4)).logits * scale - 1).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with shadow.in_place():
+            assert tape.step_again() == tape.loss
+    trained = [*model.parameters(), scale]
+    ours = [p.detach().clone() for p in trained]
+    shadow.exchange()
+    for p, our in zip(trained, ours, strict=True):
+        assert torch.equal(p, our)
+
+
+def test_parts_of_the_model_that_the_loop_calls_have_the_names_of_a_plan() -> None:
+    model = InParts()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def run() -> Tensor:
+        return model.decoder(model.encoder(torch.ones(2, 4)).relu()).square().mean()
+
+    tape = StepTape(model, optimizer)
+    with tape:
+        run().backward()
+    recording = Recording()
+    tape.gradients(lambda: OperatorPlan({}).applied(model, mismatch="ignore", recording=recording))
+    assert recording.names == record_operators(model, run).names
+    assert recording.names[0] == "encoder::linear#0"
+
+
+def test_a_step_of_another_kind_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    other = torch.optim.Adam(model.parameters())
+    for step, message in (
+        (lambda: other.step(), r"another optimizer, Adam; pass it to OperatorSearch\(…, stateful="),
+        (lambda: optimizer.step(lambda: 1.0), "SGD.step was given a closure"),
+        (
+            lambda: model(torch.ones(2, 2)).backward(torch.ones(2, 1)),
+            r"of shape \(2, 1\); the loss",
+        ),
+    ):
+        with pytest.raises(ReplayError, match=message), StepTape(model, optimizer):
+            step()
+
+
+def test_between_steps_the_loop_may_zero_gradients_and_nothing_else() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    shadow = Shadow(model, optimizer)
+    for set_to_none in (True, False):
+        for exchanged in (False, True):  # on both
+            with shadow.in_place() if exchanged else contextlib.nullcontext():
+                model(torch.ones(2, 2)).sum().backward()
+        shadow.leave()
+        optimizer.zero_grad(set_to_none)
+        shadow.follow()
+        with shadow.in_place():
+            assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    shadow.leave()
+    optimizer.step()
+    with pytest.raises(ReplayError, match=r"a parameter of shape \(1, 2\) was changed between"):
+        shadow.follow()
+    shadow.leave()
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(ReplayError, match=r"a gradient of shape \(1, 2\) was changed between"):
+        shadow.follow()

@@ -14,12 +14,13 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -46,13 +47,15 @@ class _Slot:
 class _Settings:
     """What an optimizer was told for its step."""
 
+    optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
     grad_scale: Tensor | None
 
 
 @dataclass
 class _Call:
-    function: Callable[..., Any] | str  # "model" and "optimizer" are calls of their own kind
+    function: Callable[..., Any] | str  # "model" and "optimizer" are calls of their own kind; of a
+    # part of the model that the loop calls by itself, it is the module
     args: Any
     kwargs: Any
     outputs: list[_Slot | None]
@@ -64,8 +67,9 @@ class StepTape(TorchFunctionMode):
     """Records one step: ``with tape: loss = …; loss.backward(); optimizer.step()``.
 
     Args:
-        model: called in the step; DistributedDataParallel is known.
-        optimizer: whose ``step`` belongs to the step.
+        model: called in the step, as a whole or some of its modules; DistributedDataParallel is
+            known.
+        optimizers: whose ``step`` belongs to the step.
 
     Attributes:
         loss: its value, once ``backward`` is reached.
@@ -73,15 +77,16 @@ class StepTape(TorchFunctionMode):
         scaled: whether GradScaler looked at the gradients; without a step it found an overflow.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         super().__init__()
         self._model = model
         self._inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._calls: list[_Call] = []
         self._slots: dict[int, _Slot] = {}
         self._alive: list[Tensor] = []  # an id is a name only while its tensor lives
         self._inside = 0  # of the model or the optimizer, whose calls are theirs
+        self._running: nn.Module | None = None  # that the loop called
         self._loss: _Slot | None = None
         self._random = _random_state()
         self._buffers = [buffer.detach().clone() for buffer in self._inner.buffers()]
@@ -106,13 +111,17 @@ class StepTape(TorchFunctionMode):
             )
 
     def __enter__(self) -> StepTape:
-        model, optimizer = self._model, self._optimizer
-        self._handles = [
-            model.register_forward_pre_hook(self._begin_model, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._end_model, with_kwargs=True),
-            optimizer.register_step_pre_hook(self._begin_optimizer),
-            optimizer.register_step_post_hook(self._end_optimizer),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._begin_foreign)]
+        for module in {self._model: None, **dict.fromkeys(_parts(self._inner))}:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin_model, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._end_model, with_kwargs=True, always_call=True),
+            ]
+        for optimizer in self._optimizers:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._begin_optimizer),
+                optimizer.register_step_post_hook(self._end_optimizer),
+            ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -121,7 +130,7 @@ class StepTape(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._inside = 0
+        self._inside, self._running = 0, None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -148,6 +157,11 @@ class StepTape(TorchFunctionMode):
                     "backward() was called on a tensor that neither the model nor a torch function "
                     "of this step has made; a custom autograd.Function must lie inside the model"
                 )
+            if args[0].numel() != 1:
+                raise ReplayError(
+                    f"backward() was called on a tensor of shape {tuple(args[0].shape)}; the loss "
+                    "must be one number, such as loss.mean()"
+                )
             self._loss = slot
             self.loss = float(args[0].detach())
         self._inside += 1
@@ -162,14 +176,33 @@ class StepTape(TorchFunctionMode):
     def _begin_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._inside:
             self._noted = self._named((args, kwargs))
-        self._inside += 1
+            self._running = module
+        self._inside += module is self._running
 
     def _end_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is not self._running:
+            return
         self._inside -= 1
         if not self._inside:
-            self._note("model", self._noted, output)
+            self._running = None
+            if output is not None:  # as if it raised
+                self._note("model" if module is self._model else module, self._noted, output)
+
+    def _begin_foreign(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._inside and optimizer not in self._optimizers:
+            raise ReplayError(
+                f"the step calls step() of another optimizer, {type(optimizer).__name__}; pass it "
+                "to OperatorSearch(…, stateful=[it]), so that its steps can be made again"
+            )
 
     def _begin_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closures = [*args[1:], kwargs.get("closure")]  # the first is the optimizer
+        if any(closure is not None for closure in closures):
+            raise ReplayError(
+                f"{type(optimizer).__name__}.step was given a closure, whose steps cannot be made "
+                "again; call loss.backward(), then optimizer.step() without it, or train with an "
+                "optimizer that needs none"
+            )
         self._inside += 1
         scale = getattr(optimizer, "grad_scale", None)  # of GradScaler, for fused optimizers
         with torch._C.DisableTorchFunction():
@@ -184,7 +217,7 @@ class StepTape(TorchFunctionMode):
             {k: copy.copy(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
-        self._calls[-1].settings = _Settings(groups, self._scale)
+        self._calls[-1].settings = _Settings(optimizer, groups, self._scale)
         self.stepped = True
 
     def _named(self, values: Any) -> Any:
@@ -210,7 +243,7 @@ class StepTape(TorchFunctionMode):
     def _note(self, function: Any, noted: Any, result: Any) -> None:
         outputs: list[_Slot | None] = []
         with torch._C.DisableTorchFunction():
-            for value in tree_flatten(result)[0]:
+            for value in _flat(result):
                 if not isinstance(value, Tensor):
                     outputs.append(None)
                     continue
@@ -317,13 +350,13 @@ class StepTape(TorchFunctionMode):
         with torch.set_grad_enabled(call.grad_enabled):
             result = function(*args, **kwargs)  # type: ignore[operator]
         with torch._C.DisableTorchFunction():
-            flat = tree_flatten(result)[0]
+            flat = _flat(result)
         for slot, value in zip(call.outputs, flat, strict=True):
             if slot is not None:
                 values[slot] = value
 
     def _step_optimizer(self, settings: _Settings) -> None:
-        optimizer: Any = self._optimizer
+        optimizer: Any = settings.optimizer
         groups = optimizer.param_groups
         now = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         for group, then in zip(groups, settings.groups, strict=True):
@@ -355,46 +388,23 @@ class StepTape(TorchFunctionMode):
                     buffer.data = data
 
 
-class Shadow:
-    """A second training on the same steps: parameters, buffers and optimizer state of its own.
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those within, but for what is compiled: new hooks would compile it again."""
+    yield module
+    if module._compiled_call_impl is None and not hasattr(module, "_orig_mod"):
+        for child in module.children():
+            yield from _parts(child)
 
-    It begins where the training is now. Each step of the training is made again on the shadow's
-    numbers, which are put in place for that time only; so both see the same batches in the same
-    order with the same random numbers.
 
-    Args:
-        model: the model in training.
-        optimizer: its optimizer.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._tensors = [*inner.parameters(), *inner.buffers()]
-        self._parameters = list(inner.parameters())
-        self._data = [tensor.detach().clone() for tensor in self._tensors]
-        self._gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-        self._state: Any = _copied_state(optimizer)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The shadow's numbers in the place of the training's, for the length of the context."""
-        self.exchange()
-        try:
-            yield
-        finally:
-            self.exchange()
-
-    def exchange(self) -> None:
-        """The shadow becomes the training, and the training the shadow."""
-        for position, tensor in enumerate(self._tensors):
-            tensor.data, self._data[position] = self._data[position], tensor.data
-        for position, parameter in enumerate(self._parameters):
-            parameter.grad, self._gradients[position] = (
-                self._gradients[position],
-                parameter.grad,
-            )
-        self._optimizer.state, self._state = self._state, self._optimizer.state
+def _flat(result: Any) -> list[Any]:
+    """What is in nested containers and dataclasses, in an order that is always the same."""
+    flat: list[Any] = []
+    for value in tree_flatten(result)[0]:
+        if is_dataclass(value) and not isinstance(value, type):
+            flat += _flat([getattr(value, field.name) for field in fields(value)])
+        else:
+            flat.append(value)
+    return flat
 
 
 def _about_gradients(call: _Call, of_gradients: set[_Slot]) -> bool:
@@ -410,13 +420,6 @@ def _about_gradients(call: _Call, of_gradients: set[_Slot]) -> bool:
     if about:
         of_gradients.update(slot for slot in call.outputs if slot is not None)
     return about
-
-
-def _copied_state(optimizer: torch.optim.Optimizer) -> Any:
-    state = type(optimizer.state)(optimizer.state.default_factory)
-    for parameter, values in optimizer.state.items():
-        state[parameter] = copy.deepcopy(values)
-    return state
 
 
 def _writes_outside(call: _Call) -> bool:

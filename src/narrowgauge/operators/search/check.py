@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.operators.replay import Shadow, StepTape
+from narrowgauge.operators.replay import StepTape
 from narrowgauge.operators.search.contenders import following, harm_of
 from narrowgauge.operators.search.findings import Findings
 from narrowgauge.operators.search.setting import Setting
+from narrowgauge.operators.shadow import Shadow
 
 _COMPARED = 10  # ranks compare every so many steps
 _MORE = 3  # steps of float32 to see how much its evaluation jumps
@@ -65,7 +66,7 @@ class Check:
         self._winner = findings.winner
         self._plan = findings.plan_of(self._winner)
         self._formats = findings.contenders.formats[self._winner]
-        self._shadow = Shadow(setting.model, setting.optimizer)
+        self._shadow = Shadow(setting.model, *setting.optimizers)
         self._low: list[float] = []
         self._exact: list[float] = []
         self._skipped = 0
@@ -76,7 +77,8 @@ class Check:
         """A step of the winner, and the same in float32."""
         setting, clock = self._setting, self._setting.clock
         begin = time.perf_counter()
-        tape = StepTape(setting.model, setting.optimizer)
+        setting.ranks.together(self._shadow.follow)
+        tape = StepTape(setting.model, *setting.optimizers)
         with following(setting, self._winner, self._plan), tape:
             yield
         setting.ranks.together(tape.check)
@@ -97,6 +99,7 @@ class Check:
             reason = reason or self._harm(tape)
         if reason:
             self._fail(reason)
+        self._shadow.leave()
         clock.search += middle - begin + time.perf_counter() - end
 
     def end(self, evaluate: Callable[[], float]) -> tuple[Outcome, float]:
@@ -141,7 +144,7 @@ class Check:
         """
         worst = exact
         with self._setting.clock.overhead(), self._shadow.in_place():
-            before = Shadow(self._setting.model, self._setting.optimizer)
+            before = Shadow(self._setting.model, *self._setting.optimizers)
             for _ in range(_MORE):
                 tape.step_again()
                 worst = max(worst, evaluate())

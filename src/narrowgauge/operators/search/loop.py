@@ -78,15 +78,15 @@ class OperatorSearch:
         overhead: epochs of time that the search may take beyond the training: another plan is tried
             for an epoch only if that is within it.
         stateful: what else goes into the snapshot, by its ``state_dict``: a scheduler, a
-            GradScaler.
+            GradScaler, further optimizers that make their step in the loop.
 
     Attributes:
         epoch: epochs that are over; where a loop begins.
 
     Raises:
         TypeError: ``model`` or ``optimizer`` is none.
-        ValueError: no or unknown formats, native and simulated ones mixed, a negative weight or
-            bound, a ``workdir`` of another search.
+        ValueError: nothing to train; no or unknown formats, native and simulated ones mixed, a
+            negative weight or bound, a ``workdir`` of another search.
     """
 
     def __init__(
@@ -112,6 +112,11 @@ class OperatorSearch:
             )
         if hasattr(model, "_orig_mod"):
             raise TypeError("model is compiled; search on the model itself, compile with the plan")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                f"model, a {type(model).__name__}, has no parameter that requires a gradient, so "
+                "there is no gradient to judge formats by"
+            )
         names, simulated = _candidates(formats)
         for argument, value in (("memory_weight", memory_weight), ("overhead", overhead)):
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
@@ -121,6 +126,8 @@ class OperatorSearch:
                 raise ValueError(f"{argument} is {value!r}; allowed: a number above 0, such as 0.1")
         self._wire_formats = [wire_format(format).name for format in gradient_formats]
         self._wire_bound, self._seed_band, self._overhead = wire_bound, seed_band, overhead
+        optimizers = [optimizer, *(x for x in stateful if isinstance(x, torch.optim.Optimizer))]
+        self._optimizer = optimizer
         ranks = Ranks(model)
         self._workdir = Workdir(
             workdir,
@@ -135,7 +142,7 @@ class OperatorSearch:
             stateful,
         )
         self._setting = Setting(
-            model, optimizer, names, simulated, gradient_bound, memory_weight, ranks
+            model, optimizers, names, simulated, gradient_bound, memory_weight, ranks
         )
         self._clock = self._setting.clock
         self._findings = Findings(self._setting, self._workdir.journal)
@@ -264,7 +271,7 @@ class OperatorSearch:
             plan = self.plan.with_evidence({}, {"cost": cost})
             self._plan = self._setting.ranks.of_first(lambda: plan)
             self._workdir.save_plan(self.plan)
-        self._workdir.save_snapshot(self._setting.inner, self._setting.optimizer, self.epoch)
+        self._workdir.save_snapshot(self._setting.inner, self._optimizer, self.epoch)
         self._workdir.journal.append(
             "epoch",
             number=self.epoch,

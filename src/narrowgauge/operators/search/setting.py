@@ -130,7 +130,7 @@ class Setting:
 
     Args:
         model: as it is called, perhaps in DistributedDataParallel.
-        optimizer: of its parameters.
+        optimizers: of its parameters.
         formats: candidates, the preferred first.
         simulated: whether they are.
         gradient_bound: largest harmless relative error of the gradient.
@@ -139,7 +139,7 @@ class Setting:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     formats: Sequence[str]
     simulated: bool
     gradient_bound: float
@@ -172,7 +172,7 @@ class Setting:
         Args:
             then: what is done; its time is the search's.
         """
-        tape = StepTape(self.model, self.optimizer)
+        tape = StepTape(self.model, *self.optimizers)
         with tape:
             yield
         with self.clock.overhead():
