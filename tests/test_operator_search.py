@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge import OperatorPlan, OperatorSearch
 from narrowgauge.operators import Recording, record_operators
@@ -182,6 +182,50 @@ def test_a_winner_that_leaves_the_band_is_given_up_and_the_shadow_goes_on(tmp_pa
     assert check["passed"] is False
     assert check["evaluation"] == 1.0
     assert check["float32"] == 0.5
+
+
+class Odd(nn.Module):
+    """Operators for which torch has no kernel in bf16: alone, after one in bf16, or in autocast."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.lstm = kind, nn.Linear(8, 8), nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        if self.kind == "quantile":
+            return torch.quantile(h, 0.5, dim=1)
+        if self.kind == "fft":
+            return torch.fft.rfft(h).abs()
+        if self.kind == "index_add_":
+            return torch.zeros(4, 8).index_add_(0, torch.arange(4), h)
+        if self.kind == "sparse":
+            return torch.sparse.mm(torch.eye(4).to_sparse(), h)
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("memory_weight", [0.0, BY_MEMORY])
+@pytest.mark.parametrize("kind", ["quantile", "fft", "index_add_", "sparse", "lstm"])
+def test_what_torch_cannot_compute_in_a_format_is_not_taken_and_ends_no_training(
+    tmp_path: Path, kind: str, memory_weight: float
+) -> None:
+    torch.manual_seed(0)
+    model = Odd(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    search = OperatorSearch(
+        model, optimizer, workdir=tmp_path / "search", memory_weight=memory_weight, seed_band=0.5
+    )
+    while not search.finished and search.epoch < 4:
+        for _ in range(25):
+            with search.step():
+                (model(torch.randn(4, 8)) - 1).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        search.end_epoch(lambda: 1.0)
+    assert search.plan.formats.get("::quantile#0", "fp32") == "fp32"
+    if kind == "quantile" and not memory_weight:
+        excluded = search.plan.evidence["::quantile#0"]["excluded"]
+        assert excluded == {"bf16": "torch cannot compute it in this format"}
 
 
 def test_the_cost_is_told_beside_that_of_one_by_one(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from narrowgauge.formats import FloatFormat, FormatLike, format_of
 from narrowgauge.operators.compute import Compute, compute_of, run
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.recording import Recording, tensors_in
-from narrowgauge.operators.replay import StepTape
+from narrowgauge.operators.replay import ReplayError, StepTape
 from narrowgauge.rounding import quantize
 
 
@@ -33,8 +33,9 @@ class Signal:
     """What a set of operators in a format does to one step.
 
     Args:
-        gradient_error: ‖g − g₃₂‖ / ‖g₃₂‖ over all parameters; infinite if g is not finite.
-        loss_change: |loss − loss₃₂| / |loss₃₂|; infinite if the loss is not finite.
+        gradient_error: ‖g − g₃₂‖ / ‖g₃₂‖ over all parameters; infinite if g is not finite, or if
+            the step raises in this format, as torch cannot compute every operator in each.
+        loss_change: |loss − loss₃₂| / |loss₃₂|; infinite likewise.
         overflow: how many finite numbers, operands and results, the format turns infinite or holds
             at its largest.
         underflow: how many numbers other than zero it turns into zero.
@@ -101,18 +102,23 @@ class Judge:
             formats: format by operator name.
         """
         plan = self._plan.with_formats(formats)
-        loss, gradients = self._made(lambda: self._following(plan))
+        found = self._compared(lambda: self._following(plan))
         counts = [self.ranges.get((n, compute_of(f).name), (0, 0)) for n, f in formats.items()]
-        return Signal(
-            *self._compared(loss, gradients), sum(o for o, _ in counts), sum(u for _, u in counts)
-        )
+        return Signal(*found, sum(o for o, _ in counts), sum(u for _, u in counts))
 
     def autocast(self, dtype: torch.dtype, device: str) -> Signal:
         """What ``torch.autocast`` does to the step."""
-        loss, gradients = self._made(lambda: torch.autocast(device, dtype))
-        return Signal(*self._compared(loss, gradients))
+        return Signal(*self._compared(lambda: torch.autocast(device, dtype)))
 
-    def _compared(self, loss: float, gradients: list[Tensor | None]) -> tuple[float, float]:
+    def _compared(
+        self, around: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> tuple[float, float]:
+        try:
+            loss, gradients = self._made(around)
+        except (ReplayError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception:  # torch has no kernel for an operator, or mixes no dtypes in another
+            return math.inf, math.inf
         differences = [
             found if exact is None else exact if found is None else found.float() - exact.float()
             for exact, found in zip(self.gradients, gradients, strict=True)
@@ -136,6 +142,8 @@ class Judge:
         kept: dict[int, int] = {}
 
         def keep(x: Tensor) -> Tensor:
+            if x.layout is not torch.strided:
+                return x  # a sparse tensor is no plan's to save
             place = x.untyped_storage().data_ptr()  # all are alive until the backward pass
             kept[place] = max(kept.get(place, 0), x.numel() * x.itemsize)
             return x

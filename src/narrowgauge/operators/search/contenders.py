@@ -7,6 +7,7 @@ word; what was found to harm the training is not, and says why.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -113,6 +114,8 @@ def harm_of(
     signal = setting.worst(judged)
     if not findings.screening.harmful_together(signal):
         return ""
+    if math.isinf(signal.gradient_error):
+        return "its gradient is not finite, or torch cannot compute every operator so"
     return (
         f"it turns the gradient by {signal.gradient_error:.2g} of its length and changes the loss "
         f"by {signal.loss_change:.2g} of its value"

@@ -33,7 +33,8 @@ class Profile:
     """Measured seconds.
 
     Args:
-        operators: by signature, then by format: forward and backward.
+        operators: by signature, then by format: forward and backward; formats are missing in which
+            torch cannot compute it.
         casts: by format from, format to: (elements, seconds there and back), ascending.
     """
 
@@ -76,7 +77,7 @@ def measure(
     share = seconds / max(1, len(calls) + 1)
     for signature, call in calls.items():
         times = (known or {}).get(signature)
-        if times is None or set(times) != set(formats):
+        if times is None or not set(times) <= set(formats):
             times = _time_call(call, formats, share)
         profile.operators[signature] = times
     sizes = sorted({edge.numel for edge in recording.edges})
@@ -95,7 +96,18 @@ def measure(
 
 def _time_call(call: OperatorCall, formats: Sequence[str], seconds: float) -> dict[str, float]:
     with torch.random.fork_rng(devices=[]):
-        functions = {format: _forward_and_backward(call, format) for format in formats}
+        functions = {}
+        for format in formats:
+            function = _forward_and_backward(call, format)
+            try:
+                function()
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:  # torch has no kernel for it
+                continue
+            functions[format] = function
+        if "fp32" not in functions:
+            return {}
         return time_in_turn(functions, rounds=9, seconds=seconds, clock=_clock)
 
 
@@ -227,7 +239,9 @@ def never_cheapest(
     for call in recording:
         times = profile.operators.get(call.signature, {})
         for format in formats:
-            if format in times and times[format] - times["fp32"] > casts.get(
+            if times and format not in times:
+                found[call.name, format] = "torch cannot compute it in this format"
+            elif format in times and times[format] - times["fp32"] > casts.get(
                 (call.name, format), 0
             ):
                 found[call.name, format] = (
