@@ -78,7 +78,13 @@ def test_names_are_taken_apart_as_they_were_made(path: str, operator: str, call:
     assert split_name(operator_name(path, operator, call)) == (path, operator, call)
 
 
-@pytest.mark.parametrize("name", ["", "fc", "fc::linear", "fc::#0", "fc::linear#", "fc::linear#x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "fc", "fc::linear", "fc::#0", "fc::linear#", "fc::linear#x"),
+        *("fc::linear#01", "fc::linear#9999999999"),  # another's name; more calls than memory
+    ],
+)
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"no name of an operator; one reads module\.path::op"):
         OperatorPlan({name: "fp32"})
@@ -202,6 +208,7 @@ def broken(change: Callable[[Any], object]) -> str:
     ("text", "message"),
     [
         ("{", "is no operator plan: not JSON"),
+        ("[" * 100_000, "is no operator plan: not JSON"),
         ("[1]", 'is no operator plan: it lacks "kind"'),
         (broken(lambda d: d.update(version=99)), "of version 99; this narrowgauge reads version 1"),
         (broken(lambda d: d.pop("default")), "no whole operator plan: 'default' is miss"),

@@ -310,6 +310,8 @@ def test_what_blanket_narrowing_breaks_is_repaired_without_being_told_where(
         ({"formats": "bf16"}, "formats is 'bf16'; pass at least one in a list"),
         ({"formats": ["fp32"]}, "formats names 'fp32', which is no narrow format"),
         ({"formats": ["bf16", "e4m3"]}, "native formats are timed, simulated ones cannot be"),
+        ({"gradient_formats": "bf16"}, "gradient_formats is 'bf16'; pass a list"),
+        ({"seed_band": float("nan")}, "seed_band is nan; allowed: a number from 0, None"),
         ({"memory_weight": -1.0}, r"memory_weight is -1\.0; allowed: a number from 0"),
         ({"overhead": float("nan")}, "overhead is nan; allowed: a number from 0"),
         ({"gradient_bound": 0}, "gradient_bound is 0; allowed: a number above 0"),
@@ -334,6 +336,8 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="a Linear, has no parameter that requires a gradient"):
         OperatorSearch(frozen, training.optimizer, workdir=tmp_path)
+    with pytest.raises(TypeError, match=r"stateful is \[3\]; pass a list of what has a state_dict"):
+        OperatorSearch(training.model, training.optimizer, workdir=tmp_path, stateful=[3])
     with pytest.raises(TypeError, match="model is compiled; search on the model itself"):
         OperatorSearch(
             torch.compile(training.model, backend="eager"), training.optimizer, workdir=tmp_path
@@ -346,6 +350,10 @@ def test_steps_within_steps_and_within_autocast_are_refused(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match=r"search\.step\(\) was entered within search\.step"):  # noqa: SIM117
         with search.step():
             training.step(search, 0)
+    with pytest.raises(RuntimeError, match=r"end_epoch\(\) was called within search\.step"):  # noqa: SIM117
+        with search.step():
+            search.end_epoch(lambda: 1.0)
+    assert search.epoch == 0
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(RuntimeError, match=r"under torch\.autocast; leave autocast out of the loop"),

@@ -157,6 +157,36 @@ def test_a_model_with_other_operators_is_refused_at_its_first_step(tmp_path: Pat
         training.step(search, 0)
 
 
+def test_a_snapshot_that_is_damaged_or_of_another_training_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "search"
+    with pytest.raises(Interrupted):
+        run(folder, STEPS + 1)
+    training, _ = begin(folder)
+    options = {"workdir": folder, "memory_weight": BY_MEMORY, "gradient_formats": ["e5m2"]}
+    with pytest.raises(ValueError, match=r"with 1 objects in stateful=, and now there are 0; pass"):
+        OperatorSearch(training.model, training.optimizer, **options)  # type: ignore[arg-type]
+    adam = torch.optim.Adam(training.model.parameters())
+    stateful = [torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)]
+    with pytest.raises(ValueError, match="with the optimizer SGD, and now it is Adam; pass"):
+        OperatorSearch(training.model, adam, stateful=stateful, **options)  # type: ignore[arg-type]
+    renamed = nn.ModuleDict({"other": training.model})
+    with pytest.raises(
+        ValueError, match=r"is of another training; name another workdir: (.|\n)*oth"
+    ):
+        OperatorSearch(renamed, training.optimizer, stateful=stateful, **options)  # type: ignore[arg-type]
+    path = folder / "snapshot.pt"
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"no snapshot"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"no whole snapshot of a search: .* Put back a copy"):
+            begin(folder)
+    torch.save({"model": {}}, path)
+    with pytest.raises(ValueError, match="it lacks 'optimizer'"):
+        begin(folder)
+    path.unlink()
+    assert begin(folder)[1].epoch == 0
+
+
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     path = tmp_path / "search" / "journal.jsonl"

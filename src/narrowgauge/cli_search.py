@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from narrowgauge.operators.replay import ReplayError
 from narrowgauge.search.loop import SearchStoppedError, first_rank, run
 from narrowgauge.search.report import alike, contenders, introduction, write_report
 from narrowgauge.search.script import ScriptError, load
@@ -65,7 +66,7 @@ def search(
         page = write_report(workdir)
     except SearchStoppedError as stopped:
         _fail(str(stopped), 130 if stopped.interrupted else 1)
-    except (ScriptError, ValueError, TypeError, OSError) as error:
+    except (ScriptError, ReplayError, ValueError, TypeError, OSError) as error:
         _fail(str(error), 2)
     console.print(alike(plan).rich())
     if plan.about.get("contenders"):

@@ -64,7 +64,8 @@ def split_name(name: str) -> tuple[str, str, int]:
     """
     path, colons, rest = name.rpartition("::") if isinstance(name, str) else ("", "", "")
     operator, sign, call = rest.partition("#")
-    if not colons or not sign or not operator or not (call.isascii() and call.isdigit()):
+    plain = call.isascii() and call.isdigit() and len(call) <= 6 and (call == "0" or call[0] != "0")
+    if not colons or not sign or not operator or not plain:
         raise ValueError(
             f"{name!r} is no name of an operator; one reads module.path::operator#call, such as "
             "'layers.0.attn::softmax#0', or '::cross_entropy#0' outside of the model's modules"

@@ -356,7 +356,7 @@ class OperatorPlan:
         path = Path(path)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # not UTF-8, not JSON
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
             raise ValueError(f"{path} is no operator plan: not JSON ({error})") from None
         if not isinstance(data, dict) or data.get("kind") != _KIND:
             raise ValueError(f'{path} is no operator plan: it lacks "kind": "{_KIND}"')

@@ -124,6 +124,21 @@ class OperatorSearch:
         for argument, value in (("gradient_bound", gradient_bound), ("wire_bound", wire_bound)):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ValueError(f"{argument} is {value!r}; allowed: a number above 0, such as 0.1")
+        if seed_band is not None and not (
+            isinstance(seed_band, (int, float)) and 0 <= seed_band < math.inf
+        ):
+            raise ValueError(f"seed_band is {seed_band!r}; allowed: a number from 0, None")
+        if isinstance(gradient_formats, str) or not isinstance(gradient_formats, Sequence):
+            raise ValueError(
+                f"gradient_formats is {gradient_formats!r}; pass a list, such as ['bf16']"
+            )
+        if not isinstance(stateful, Sequence) or not all(
+            hasattr(x, "state_dict") and hasattr(x, "load_state_dict") for x in stateful
+        ):
+            raise TypeError(
+                f"stateful is {stateful!r}; pass a list of what has a state_dict, such as "
+                "[scheduler, scaler]"
+            )
         self._wire_formats = [wire_format(format).name for format in gradient_formats]
         self._wire_bound, self._seed_band, self._overhead = wire_bound, seed_band, overhead
         optimizers = [optimizer, *(x for x in stateful if isinstance(x, torch.optim.Optimizer))]
@@ -250,7 +265,14 @@ class OperatorSearch:
 
         Returns:
             What it gave for the model that goes on.
+
+        Raises:
+            RuntimeError: within a step.
         """
+        if self._in_step:
+            raise RuntimeError(
+                "search.end_epoch() was called within search.step(); leave the block first"
+            )
 
         def evaluation() -> float:
             values: list[float] = self._setting.ranks.together(lambda: float(evaluate()))
@@ -391,6 +413,7 @@ def _candidates(formats: Sequence[FormatLike]) -> tuple[list[str], bool]:
     for compute in computes:
         if compute.name in ("fp32", PROMOTE):
             raise ValueError(f"formats names {compute.name!r}, which is no narrow format")
+    computes = list(dict.fromkeys(computes))
     if len({compute.simulated for compute in computes}) > 1:
         raise ValueError(
             f"formats is {[c.name for c in computes]}: native formats are timed, simulated ones "

@@ -78,7 +78,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(content[:whole].splitlines(), start=1):
         try:
             entry = json.loads(line)
-            if not isinstance(entry, dict) or "event" not in entry:
+            if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
                 raise ValueError("no event")
         except ValueError:
             raise ValueError(
@@ -90,6 +90,22 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         with path.open("r+b") as file:
             file.truncate(whole)
     return events
+
+
+def _read_snapshot(path: Path) -> dict[str, Any]:
+    needed = ("model", "optimizer", "others", "random", "epoch")
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        lost = [key for key in needed if key not in state]
+        text = f"it lacks {lost[0]!r}" if lost else ""
+    except Exception as error:  # of whatever kind: torch has many for a file that is cut off
+        text = f"{type(error).__name__} while reading it"
+    if text:
+        raise ValueError(
+            f"{path} is no whole snapshot of a search: {text}. Put back a copy of it; or remove "
+            "it, and the training begins anew, with what the search has found"
+        )
+    return state
 
 
 class Workdir:
@@ -142,6 +158,7 @@ class Workdir:
                 "others": [x.state_dict() for x in self._stateful],
                 "random": random,
                 "epoch": epoch,
+                "kind": type(optimizer).__name__,
             }
             torch.save(state, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").replace(path)
@@ -153,18 +170,34 @@ class Workdir:
 
         Returns:
             Epochs that were over then.
+
+        Raises:
+            ValueError: the file is damaged, or that of another training; nothing was put back, or
+                only a part.
         """
         path = self.folder / "snapshot.pt"
-        state = self._ranks.of_first(
-            lambda: (
-                torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-            )
-        )
+        state = self._ranks.of_first(lambda: _read_snapshot(path) if path.exists() else None)
         if state is None:
             return 0
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        for x, of_x in zip(self._stateful, state["others"], strict=True):
+        others, kind = state["others"], type(optimizer).__name__
+        if len(others) != len(self._stateful):
+            raise ValueError(
+                f"{path} was written with {len(others)} objects in stateful=, and now there are "
+                f"{len(self._stateful)}; pass the same ones"
+            )
+        if state.get("kind", kind) != kind:
+            raise ValueError(
+                f"{path} was written with the optimizer {state['kind']}, and now it is {kind}; "
+                "pass the same one, or name another workdir"
+            )
+        try:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is of another training; name another workdir: {error}"
+            ) from None
+        for x, of_x in zip(self._stateful, others, strict=True):
             x.load_state_dict(of_x)
         random = state["random"]
         torch.set_rng_state(random[self._ranks.number % len(random)])
