@@ -327,6 +327,7 @@ def test_options_without_sense_are_refused_before_anything_is_written(
     assert not (tmp_path / "search").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     training = Training()
     with pytest.raises(TypeError, match=r"model is int; it must be a torch\.nn\.Module"):
@@ -336,6 +337,9 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="a Linear, has no parameter that requires a gradient"):
         OperatorSearch(frozen, training.optimizer, workdir=tmp_path)
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="module '0' is in TorchScript"):
+        OperatorSearch(scripted, training.optimizer, workdir=tmp_path)
     with pytest.raises(TypeError, match=r"stateful is \[3\]; pass a list of what has a state_dict"):
         OperatorSearch(training.model, training.optimizer, workdir=tmp_path, stateful=[3])
     with pytest.raises(TypeError, match="model is compiled; search on the model itself"):

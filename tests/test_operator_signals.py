@@ -252,6 +252,42 @@ def test_parts_of_the_model_that_the_loop_calls_have_the_names_of_a_plan() -> No
     assert recording.names[0] == "encoder::linear#0"
 
 
+class Doubled(torch.autograd.Function):
+    """What only its author knows the gradient of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 7
+
+
+def test_an_autograd_function_in_the_loss_is_refused_and_in_the_model_is_not() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Doubled.apply(super().forward(x))  # type: ignore[no-untyped-call,no-any-return]
+
+    model = Model(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(1, 2)
+    with (
+        pytest.raises(ReplayError, match=r"DoubledBackward comes from .* autograd\.Function"),
+        StepTape(model, optimizer),
+    ):
+        Doubled.apply(model(x)).sum().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+    tape = StepTape(model, optimizer)
+    with tape:
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 7.0))
+    found = tape.gradients()[1][0]
+    assert found is not None
+    assert torch.equal(found, model.weight.grad)
+
+
 def test_a_step_of_another_kind_is_refused() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

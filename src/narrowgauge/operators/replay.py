@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -84,6 +85,7 @@ class StepTape(TorchFunctionMode):
         self._optimizers = optimizers
         self._calls: list[_Call] = []
         self._slots: dict[int, _Slot] = {}
+        self._without_grad: set[_Slot] = set()  # made while gradients were off
         self._alive: list[Tensor] = []  # an id is a name only while its tensor lives
         self._inside = 0  # of the model or the optimizer, whose calls are theirs
         self._running: nn.Module | None = None  # that the loop called
@@ -111,12 +113,12 @@ class StepTape(TorchFunctionMode):
             )
 
     def __enter__(self) -> StepTape:
-        self._handles = [register_optimizer_step_pre_hook(self._begin_foreign)]
         for module in {self._model: None, **dict.fromkeys(_parts(self._inner))}:
             self._handles += [
                 module.register_forward_pre_hook(self._begin_model, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._end_model, with_kwargs=True, always_call=True),
             ]
+        self._handles.append(register_optimizer_step_pre_hook(self._begin_foreign))
         for optimizer in self._optimizers:
             self._handles += [
                 optimizer.register_step_pre_hook(self._begin_optimizer),
@@ -226,9 +228,13 @@ class StepTape(TorchFunctionMode):
         def name(value: Any) -> Any:
             if isinstance(value, Tensor):
                 slot = self._slots.get(id(value))
-                if slot is None and value.grad_fn is not None:
+                # What a custom autograd.Function calls is seen, with gradients off, and its own
+                # way back is not: the gradient would be another when the step is made again.
+                way_back = value.grad_fn
+                custom = slot in self._without_grad and isinstance(way_back, BackwardCFunction)
+                if way_back is not None and (slot is None or custom):
                     raise ReplayError(
-                        f"a tensor of shape {tuple(value.shape)} and {value.grad_fn.name()} comes "
+                        f"a tensor of shape {tuple(value.shape)} and {way_back.name()} comes "
                         "from outside the step or from a custom autograd.Function; compute it with "
                         "torch functions within search.step(), or inside the model"
                     )
@@ -250,6 +256,8 @@ class StepTape(TorchFunctionMode):
                 if id(value) not in self._slots and not isinstance(value, nn.Parameter):
                     self._slots[id(value)] = _Slot(len(self._slots))
                     self._alive.append(value)
+                    if not torch.is_grad_enabled():
+                        self._without_grad.add(self._slots[id(value)])
                 outputs.append(self._slots.get(id(value)))
         call = _Call(function, noted[0], noted[1], outputs, torch.is_grad_enabled())
         self._calls.append(call)

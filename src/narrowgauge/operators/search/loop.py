@@ -112,6 +112,12 @@ class OperatorSearch:
             )
         if hasattr(model, "_orig_mod"):
             raise TypeError("model is compiled; search on the model itself, compile with the plan")
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"module {path!r} is in TorchScript, whose operators cannot be seen; search on "
+                    "the module that it was made from"
+                )
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 f"model, a {type(model).__name__}, has no parameter that requires a gradient, so "
