@@ -348,6 +348,19 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
         )  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["good", None, torch.ones(2), (1.0, 2.0)])
+def test_an_evaluation_that_is_no_number_ends_no_epoch(tmp_path: Path, value: Any) -> None:
+    training = Training()
+    search = OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "search")
+    training.step(search, 0)
+    text = f"evaluate.. gave {type(value).__name__}, .* must give one number"
+    with pytest.raises(TypeError, match=text):
+        search.end_epoch(lambda: value)
+    assert search.epoch == 0
+    assert search.end_epoch(lambda: torch.tensor(2)) == 2.0  # type: ignore[arg-type,return-value]
+    assert search.epoch == 1
+
+
 def test_steps_within_steps_and_within_autocast_are_refused(tmp_path: Path) -> None:
     training = Training()
     search = OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "search")

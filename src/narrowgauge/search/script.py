@@ -95,12 +95,23 @@ class Training:
             )
 
     def evaluation(self) -> float:
-        """Of the model as it is, in evaluation mode; its mode is put back."""
+        """Of the model as it is, in evaluation mode; its mode is put back.
+
+        Raises:
+            ScriptError: it is no number, or there is nothing to evaluate on.
+        """
         training = self.model.training
         self.model.eval()
         try:
             if self.evaluate is not None:
-                return float(self.evaluate())
+                value = self.evaluate()
+                try:
+                    return float(value)
+                except (TypeError, ValueError, RuntimeError):
+                    raise ScriptError(
+                        f"evaluate() gave {type(value).__name__}, {str(value)[:40]!r}; it must "
+                        "give one number, the lower the better"
+                    ) from None
             batches = self.held_out
             if batches is None:
                 batches = itertools.islice(self.batches, _UNSEEN)

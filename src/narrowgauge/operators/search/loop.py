@@ -274,6 +274,7 @@ class OperatorSearch:
 
         Raises:
             RuntimeError: within a step.
+            TypeError: it gave no number.
         """
         if self._in_step:
             raise RuntimeError(
@@ -281,7 +282,7 @@ class OperatorSearch:
             )
 
         def evaluation() -> float:
-            values: list[float] = self._setting.ranks.together(lambda: float(evaluate()))
+            values: list[float] = self._setting.ranks.together(lambda: _number(evaluate()))
             return sum(values) / len(values)
 
         check = self._check
@@ -409,6 +410,17 @@ class OperatorSearch:
         self._plan = setting.ranks.of_first(lambda: plan.with_evidence(evidence, known))
         self._workdir.save_plan(self.plan)
         findings.note("decided", decision=decision, reason=findings.reason)
+
+
+def _number(value: object) -> float:
+    """What an evaluation gave."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"evaluate() gave {type(value).__name__}, {str(value)[:40]!r}; it must give one "
+            "number, the lower the better, such as a mean loss"
+        ) from None
 
 
 def _candidates(formats: Sequence[FormatLike]) -> tuple[list[str], bool]:
