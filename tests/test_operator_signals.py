@@ -236,6 +236,47 @@ def test_a_shadow_has_all_that_the_optimizers_of_the_step_train() -> None:
         assert torch.equal(p, our)
 
 
+def by_hand(kind: str, p: nn.Parameter) -> None:
+    """What a loop may do to a parameter besides its optimizer, such as clipping weights."""
+    with torch.no_grad():
+        if kind == "itself":
+            p.clamp_(-0.05, 0.05)
+        elif kind == "data":
+            p.data.mul_(0.9)
+        elif kind == "new data":
+            p.data = p.data.clamp(-0.05, 0.05)
+        elif kind == "view":
+            p[:1].div_(p.norm())
+        else:
+            p[:1] = 0.1
+
+
+@pytest.mark.parametrize("kind", ["itself", "data", "new data", "view", "item"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_shadow_follows_what_the_loop_does_to_parameters_by_hand(kind: str, early: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    shadow = Shadow(model, optimizer)
+    for _ in range(4):
+        tape = StepTape(model, optimizer)
+        with tape:
+            if early:
+                by_hand(kind, model.weight)
+            (model(torch.randn(8, 4)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not early:
+                by_hand(kind, model.weight)
+        weight = model.weight.detach().clone()
+        tape.gradients()
+        assert torch.equal(model.weight, weight)  # they are made again, the writing is not
+        with shadow.in_place():
+            tape.step_again()
+    shadow.exchange()
+    assert torch.equal(model.weight, weight)
+
+
 def test_parts_of_the_model_that_the_loop_calls_have_the_names_of_a_plan() -> None:
     model = InParts()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

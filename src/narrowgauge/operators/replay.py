@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 _grad: Any = Tensor.grad
+_data: Any = Tensor.data
+_set_data = _data.__set__
 _GRADIENT = (_grad.__get__, _grad.__set__)
 
 
@@ -62,6 +64,7 @@ class _Call:
     outputs: list[_Slot | None]
     grad_enabled: bool
     settings: _Settings | None = None
+    writes_parameter: bool = False
 
 
 class StepTape(TorchFunctionMode):
@@ -86,6 +89,9 @@ class StepTape(TorchFunctionMode):
         self._calls: list[_Call] = []
         self._slots: dict[int, _Slot] = {}
         self._without_grad: set[_Slot] = set()  # made while gradients were off
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        trained = [*self._inner.parameters(), *(p for group in groups for p in group)]
+        self._trained = {p.untyped_storage().data_ptr() for p in trained if p.numel()}
         self._alive: list[Tensor] = []  # an id is a name only while its tensor lives
         self._inside = 0  # of the model or the optimizer, whose calls are theirs
         self._running: nn.Module | None = None  # that the loop called
@@ -144,10 +150,21 @@ class StepTape(TorchFunctionMode):
         if func is torch.Tensor.backward:
             return self._backward(args, kwargs)
         noted = self._named((args, kwargs))
+        writes = self._writes_parameter(func, args)
         result = func(*args, **kwargs)
         self._note(func, noted, result)
+        self._calls[-1].writes_parameter = writes
         self.scaled |= func is torch._amp_foreach_non_finite_check_and_unscale_
         return result
+
+    def _writes_parameter(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether it changes a parameter by hand, or a view of it, as weight clipping does."""
+        if not (func == _set_data or _writing(func)) or not args or not isinstance(args[0], Tensor):
+            return False
+        with torch._C.DisableTorchFunction():
+            if args[0].layout is not torch.strided:
+                return False
+            return args[0].untyped_storage().data_ptr() in self._trained
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = self._loss is None
@@ -286,7 +303,9 @@ class StepTape(TorchFunctionMode):
                 for call in self._of_the_step():
                     if call.function is torch.Tensor.backward:
                         break
-                    if call.function not in _GRADIENT:
+                    if call.writes_parameter:  # done already
+                        self._pass_on(call, values)
+                    elif call.function not in _GRADIENT:
                         self._make(call, values, self._inner)
             assert self._loss is not None
             loss = values[self._loss]
@@ -329,7 +348,7 @@ class StepTape(TorchFunctionMode):
         kept: list[bool] = []
         forward = True
         for call in self._calls:
-            about = _about_gradients(call, of_gradients)
+            about = _about_gradients(call, of_gradients) or call.writes_parameter
             kept.append(about or (forward and call.function not in _GRADIENT))
             forward = forward and call.function is not torch.Tensor.backward
         needed: set[_Slot] = set()
@@ -346,9 +365,7 @@ class StepTape(TorchFunctionMode):
             self._step_optimizer(call.settings)
             return
         if _writes_outside(call):  # done already, once for all
-            for slot in call.outputs:
-                if slot is not None:
-                    values[slot] = call.args[0]
+            self._pass_on(call, values)
             return
         args, kwargs = tree_map(
             lambda value: values[value] if isinstance(value, _Slot) else value,
@@ -362,6 +379,12 @@ class StepTape(TorchFunctionMode):
         for slot, value in zip(call.outputs, flat, strict=True):
             if slot is not None:
                 values[slot] = value
+
+    def _pass_on(self, call: _Call, values: dict[_Slot, Any]) -> None:
+        """Do not write again; the result is what was written into."""
+        for slot in call.outputs:
+            if slot is not None and slot not in values:
+                values[slot] = call.args[0]
 
     def _step_optimizer(self, settings: _Settings) -> None:
         optimizer: Any = settings.optimizer
@@ -434,9 +457,14 @@ def _writes_outside(call: _Call) -> bool:
     """Whether a call changes a tensor that is none of the step's own, such as a running sum."""
     if isinstance(call.function, str) or call.function in _GRADIENT or not call.args:
         return False
-    name = getattr(call.function, "__name__", "")
-    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return writes and isinstance(call.args[0], Tensor)
+    if call.writes_parameter:
+        return False
+    return _writing(call.function) and isinstance(call.args[0], Tensor)
+
+
+def _writing(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 @contextlib.contextmanager
