@@ -207,6 +207,20 @@ def test_two_plans_on_one_model_are_an_error_that_says_how_to_change_plans() -> 
     handle.remove()
 
 
+def test_a_block_that_was_left_changes_no_plan_of_others() -> None:
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    plan = OperatorPlan.uniform(record_operators(model, lambda: model(x)), "bf16")
+    with plan.applied(model) as applied:
+        applied.use(plan.with_formats({"::linear#0": "fp16"}))
+        assert model(x).dtype is torch.float16
+    attached = plan.attach(model)
+    with pytest.raises(RuntimeError, match="block is not entered"):
+        applied.use(plan.with_formats({"::linear#0": "fp32"}))
+    assert model(x).dtype is torch.bfloat16
+    attached.remove()
+
+
 def test_an_exception_inside_leaves_nothing_behind() -> None:
     class Failing(Residual):
         fails = False

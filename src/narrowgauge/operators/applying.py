@@ -31,10 +31,17 @@ class Applied:
         self._mode = _mode_for(plan, model, mismatch)
         self._mismatch = mismatch
         self._recording = recording
+        self._here = False
         self.plan = plan
 
     def use(self, plan: OperatorPlan) -> None:
-        """Follow another plan from the next forward on, without leaving the block."""
+        """Follow another plan from the next forward on, without leaving the block.
+
+        Raises:
+            RuntimeError: the block was left.
+        """
+        if not self._here:
+            raise RuntimeError("the plan's `with` block is not entered; .use(plan) within it")
         self._mode.rules = plan.rules()
         self.plan = plan
 
@@ -52,6 +59,7 @@ class Applied:
         mode.differentiates = torch.is_grad_enabled()
         modes._entered.append(mode)
         mode.__enter__()  # type: ignore[no-untyped-call]
+        self._here = True
         return self
 
     def __exit__(
@@ -61,6 +69,7 @@ class Applied:
         traceback: TracebackType | None,
     ) -> None:
         mode = self._mode
+        self._here = False
         mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         del modes._entered[_last(mode) :]
         _give_up(mode)

@@ -64,7 +64,7 @@ def split_name(name: str) -> tuple[str, str, int]:
     """
     path, colons, rest = name.rpartition("::") if isinstance(name, str) else ("", "", "")
     operator, sign, call = rest.partition("#")
-    plain = call.isascii() and call.isdigit() and len(call) <= 6 and (call == "0" or call[0] != "0")
+    plain = call.isascii() and call.isdigit() and len(call) <= 7 and (call == "0" or call[0] != "0")
     if not colons or not sign or not operator or not plain:
         raise ValueError(
             f"{name!r} is no name of an operator; one reads module.path::operator#call, such as "
