@@ -30,7 +30,6 @@ from rich.table import Table
 import narrowgauge
 from narrowgauge import kernels
 from narrowgauge.collectives.link import measure_link
-from narrowgauge.collectives.reduction import Reduction
 from narrowgauge.collectives.transport import Transport
 
 UNITS = {"KB": 1000, "MB": 1_000_000}
@@ -105,16 +104,13 @@ def measure_size(numel: int, rounds: int, seconds: float, two_hosts: bool) -> di
         "ours, two levels": numel,
     }
     runs: dict[str, Callable[[], object]] = {NOTHING: lambda: None} | gloo(tensor)
-    adapting = partial(narrowgauge.all_reduce, tensor, "e5m2", adapt=True)
     if two_hosts:
         inside = int(os.environ["LOCAL_WORLD_SIZE"])
         ours["ours, two levels"] = partial(narrowgauge.all_reduce, tensor, "e5m2", inside=inside)
     else:
         runs["PowerSGD 4"] = power_sgd(tensor)
         ours["ours e2m1fn"] = partial(narrowgauge.all_reduce, tensor, "e2m1fn")
-        ours["ours, adapting"] = adapting
-        sent_as = kind_of(adapting(async_op=True))  # all ranks measure the link, and decide
-        data["ours, adapting"] = numel if sent_as == "e5m2" else 4 * numel
+        ours["ours, adapting"] = partial(narrowgauge.all_reduce, tensor, "e5m2", adapt=True)
     runs |= ours
 
     def turn() -> dict[str, tuple[float, int]]:
@@ -128,14 +124,18 @@ def measure_size(numel: int, rounds: int, seconds: float, two_hosts: bool) -> di
     rounds = max(min(LEAST_ROUNDS, rounds), min(rounds, int(seconds / once)))
     turns = [turn() for _ in range(rounds)]
     own_bytes = statistics.median(found[NOTHING][1] for found in turns)
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in list(runs)[1:]:
         times = [found[name][0] for found in turns]
+        sent = statistics.median(found[name][1] for found in turns) - own_bytes
+        if name == "ours, adapting":
+            narrow = sent < results["Gloo float32"]["bytes_sent"] / 2
+            data[name] = data["ours e5m2" if narrow else "Gloo float32"]
         payload = 2 * (ends - 1) / ends * data[name]
         results[name] = {
             "milliseconds": statistics.median(times) * 1e3,
             "fastest_milliseconds": min(times) * 1e3,
-            "bytes_sent": statistics.median(found[name][1] for found in turns) - own_bytes,
+            "bytes_sent": sent,
             "payload_bytes": payload,
             "rounds": rounds,
         }
@@ -147,17 +147,11 @@ def measure_size(numel: int, rounds: int, seconds: float, two_hosts: bool) -> di
             results[name]["limit_milliseconds"] = limit
             results[name]["share_of_limit"] = limit / results[name]["milliseconds"]
     if "ours, adapting" in results:
-        results["ours, adapting"]["sent_as"] = sent_as
+        results["ours, adapting"]["sent_as"] = "e5m2" if narrow else "float32"
     for result in results.values():
         quotient = result["milliseconds"] / results["Gloo float32"]["milliseconds"]
         result["times_float32"] = quotient
     return results
-
-
-def kind_of(reduction: Reduction) -> str:
-    """What an adapting reduction of e5m2 is sent as."""
-    reduction.wait()
-    return "float32" if reduction.plan.layout.kind == "float32" else "e5m2"
 
 
 def apart(start: Ours, tensor: torch.Tensor, source: torch.Tensor, rounds: int) -> dict[str, float]:

@@ -27,8 +27,7 @@ from narrowgauge.collectives.greeting import REFUSAL, GreetingBuffers, carries, 
 from narrowgauge.collectives.layout import MESSAGE_BYTES, Kind, cut
 from narrowgauge.collectives.link import (
     Link,
-    all_reduce_seconds,
-    codec_seconds,
+    expected_seconds,
     float32_seconds,
     measure_link,
     message_bytes_for,
@@ -53,8 +52,7 @@ from narrowgauge.collectives.transport import CollectiveError, Transport, finger
 from narrowgauge.formats import Format, format_of
 
 _AHEAD = 3
-"""Chunks whose receives are posted before they are needed; more would delay the first to be sent.
-"""
+"""Chunks whose receives are posted before they are needed; more would delay the first sent."""
 
 _FP32 = format_of("fp32")
 
@@ -85,7 +83,7 @@ class Reducer:
         self.message_bytes = message_bytes
         self.link: Link | None = None
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._pays: dict[tuple[int, float], bool] = {}  # by elements and bits of each
+        self._pays: dict[tuple[int, float, bool], bool] = {}  # by elements, bits of each, waiting
         self._failure: BaseException | None = None
         self._refusals: list[dist.Work] = []
         self._greetings = GreetingBuffers(self.transport.peers, self.transport.world_size)
@@ -107,22 +105,23 @@ class Reducer:
             self.link = link or measure_link(self.transport)
             self.message_bytes = message_bytes or message_bytes_for(self.link)
 
-    def narrow_pays(self, sizes: Sequence[int], formats: Sequence[Format]) -> bool:
-        """Whether tensors arrive sooner in these formats than in float32, as far as is known."""
+    def narrow_pays(
+        self, sizes: Sequence[int], formats: Sequence[Format], waiting: bool = False
+    ) -> bool:
+        """Whether tensors arrive sooner in these formats than in float32, as far as is known.
+
+        ``waiting``: the caller does nothing else meanwhile.
+        """
         numel = sum(sizes)
         bits = sum(s * f.bits for s, f in zip(sizes, formats, strict=True)) / max(numel, 1)
-        key = numel, bits
+        key = numel, bits, waiting
         if key not in self._pays:
             self._pays[key] = any(format.name != "fp32" for format in formats)
             if self._pays[key] and self.link is not None:
                 ranks = self.transport.world_size
-                narrow = all_reduce_seconds(self.link, numel, bits, ranks)
-                # Once more the latency, for threads and calls; what the codec takes from other work
-                # of the processors; and a margin, for what is not known.
-                codec = codec_seconds(self.link, numel, ranks)
-                narrow += self.link.latency + (1 - self.link.codec_overlap) * codec
+                narrow = expected_seconds(self.link, numel, bits, ranks, waiting)
                 wide = float32_seconds(self.link, numel, ranks)
-                self._pays[key] = narrow <= 0.9 * wide
+                self._pays[key] = narrow <= 0.9 * wide  # a margin, for what is not known
                 if not self._pays[key] and self.transport.rank == 0:
                     warnings.warn(
                         f"{numel:,} numbers are sent in float32: they take {wide * 1e3:.3g} ms on "
@@ -170,7 +169,8 @@ class Reducer:
         """
         self._raise_if_failed()
         transport = self.transport
-        if kind is None and self.link is not None and not self.narrow_pays(sizes, formats):
+        adapts = kind is None and self.link is not None
+        if adapts and not self.narrow_pays(sizes, formats, waiting=at_once):
             kind = "float32"
         plan = self._plan(tuple(sizes), tuple(formats), scale, op, kind)
         layout = plan.layout

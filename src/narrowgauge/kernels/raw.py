@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def _threads(threads: int | None, numel: int) -> int:
     return threads
 
 
+@cache
 def _grid(format: FormatLike) -> Grid:
     parsed = format_of(format)
     if isinstance(parsed, BlockFormat) or (parsed.bits > 16 and parsed.name != "fp32"):
