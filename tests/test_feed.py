@@ -247,6 +247,27 @@ def test_a_digest_proves_that_the_samples_are_the_same() -> None:
         )
 
 
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        raise ZeroDivisionError
+
+
+def fail_and_leave_at_once() -> None:
+    """Rank 0's error is told, but the process is gone before it says that there is no more."""
+    from narrowgauge.inputs.wire import Sender
+
+    Sender.announce = lambda self, kind: time.sleep(60)  # type: ignore[method-assign]
+    feed = Feed(DataLoader(Broken(30), batch_size=6), source="rank0", timeout=5)
+    next(iter(feed))
+
+
+def test_a_rank_whose_peer_ended_with_an_error_says_which() -> None:
+    first, second = run_ranks(fail_and_leave_at_once, 2, catch=True)
+    assert first.type_name == "ZeroDivisionError"
+    assert second.type_name == "FeedError"
+    assert "rank 0 failed: ZeroDivisionError" in second.message
+
+
 def own_states() -> None:
     feed = Feed(DataLoader(Numbers(30), batch_size=6), source="rank0", timeout=5)
     if dist.get_rank() == 1:

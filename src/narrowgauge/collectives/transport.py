@@ -151,8 +151,10 @@ class Transport:
             work: dist.Work = self._messages.recv([message], source, tag)
         return work
 
-    def wait(self, works: list[tuple[int, dist.Work]], phase: str) -> None:
-        """Wait for messages, given as (peer, work).
+    def wait(
+        self, works: list[tuple[int, dist.Work]], phase: str, timeout: timedelta | None = None
+    ) -> None:
+        """Wait for messages, given as (peer, work), each once; ``None``: as long as they may take.
 
         Raises:
             CollectiveError: naming the phase and all peers whose messages are missing.
@@ -161,7 +163,7 @@ class Transport:
         with self.explained(phase, missing):
             for number, (peer, work) in enumerate(works):
                 try:
-                    work.wait()
+                    work.wait(self.timeout if timeout is None else timeout)
                 except RuntimeError:
                     missing.append(peer)
                     missing += [later for later, other in works[number + 1 :] if not _done(other)]

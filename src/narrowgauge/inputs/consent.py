@@ -31,6 +31,7 @@ _FIELDS = 8
 _TEXT_BYTES = 8192
 _AHEAD = 16
 _LAST_WORDS_SECONDS = 3.0
+_ARRIVED = timedelta(milliseconds=100)  # more than enough for what has arrived
 
 
 class FeedError(RuntimeError):
@@ -133,6 +134,21 @@ class Consent:
                 self._under_way.popleft()
         return found
 
+    def last_errors(self, session: int) -> dict[int, Told]:
+        """Errors that ranks told before the connection to them broke; by rank.
+
+        They lie in what was received ahead. A rank that ends with its error may be gone before its
+        other messages are.
+        """
+        found = {}
+        for peer, ear in self._ears.items():
+            with suppress(CollectiveError):  # nothing more has arrived
+                while peer not in found:
+                    word, of_session, numbers, text = ear.next(0, _ARRIVED)
+                    if word == Word.ERROR and of_session == session:
+                        found[peer] = Told(word, numbers, text)
+        return found
+
     def _hear(self, ear: _Ear, session: int, batch: int) -> Told:
         assert self._transport is not None
         begin = time.monotonic()
@@ -168,19 +184,26 @@ class _Ear:
         self._post_words()
         self._text = self._post_text()
 
-    def next(self, batch: int) -> tuple[Word, int, tuple[int, ...], str]:
+    def next(
+        self, batch: int, timeout: timedelta | None = None
+    ) -> tuple[Word, int, tuple[int, ...], str]:
         """Wait for the next word: the word, its session, its numbers, its text."""
+        if not self._words:
+            self._post_words()
         message, work = self._words.popleft()
-        self._transport.wait([(self.peer, work)], f"before batch {batch} waiting for the word of")
+        where = f"before batch {batch} waiting for the word of"
+        self._transport.wait([(self.peer, work)], where, timeout)
         if len(self._words) <= _AHEAD // 2:
-            self._post_words()  # several at once: seldom between a step and its batch
+            with suppress(CollectiveError):  # it is gone, but what it said before counts first
+                self._post_words()  # several at once: seldom between a step and its batch
         word, session, has_text, *numbers = message.tolist()
         text = ""
         if has_text:
             packed, work = self._text
-            self._transport.wait([(self.peer, work)], "waiting for the error of")
+            self._transport.wait([(self.peer, work)], "waiting for the error of", timeout)
             text = bytes(packed.tolist()).rstrip(b"\0").decode(errors="replace")
-            self._text = self._post_text()
+            with suppress(CollectiveError):
+                self._text = self._post_text()
         return Word(word), session, tuple(numbers), text
 
     def _post_words(self) -> None:
@@ -216,6 +239,17 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}\n\n{''.join(lines)}"
 
 
+def raise_told(told: dict[int, Told], cause: BaseException | None = None) -> None:
+    """Raise the error that another rank told, if one did.
+
+    Raises:
+        FeedError: of the lowest such rank.
+    """
+    for other in sorted(told):
+        if told[other].word == Word.ERROR:
+            raise FeedError(f"rank {other} failed: {told[other].text}") from cause
+
+
 def verdict(told: dict[int, Told], own: Told, rank: int, names: Sequence[str]) -> Word:
     """What all ranks do, by what all have said; equal on all ranks.
 
@@ -228,11 +262,9 @@ def verdict(told: dict[int, Told], own: Told, rank: int, names: Sequence[str]) -
     Raises:
         FeedError: a rank has an error, or ranks disagree about the batch.
     """
+    raise_told(told)
     everybody = {**told, rank: own}
     ranks = sorted(everybody)
-    for other in ranks:
-        if everybody[other].word == Word.ERROR and other != rank:
-            raise FeedError(f"rank {other} failed: {everybody[other].text}")
     if any(everybody[other].word == Word.STOP for other in ranks):
         return Word.STOP
     ended = [other for other in ranks if everybody[other].word == Word.END]

@@ -13,7 +13,15 @@ from typing import Any
 
 from narrowgauge.collectives.transport import CollectiveError
 from narrowgauge.inputs.budget import Budget
-from narrowgauge.inputs.consent import Consent, FeedError, Told, Word, described, verdict
+from narrowgauge.inputs.consent import (
+    Consent,
+    FeedError,
+    Told,
+    Word,
+    described,
+    raise_told,
+    verdict,
+)
 from narrowgauge.inputs.pipeline import Delivery, Failure, Over, Pipeline
 from narrowgauge.inputs.source import Position
 from narrowgauge.inputs.split import Share
@@ -179,6 +187,8 @@ class FeedIterator:
         except BaseException as error:
             self._tell_others(Told(Word.ERROR, text=described(error)))
             self._end()
+            if isinstance(error, CollectiveError):  # perhaps because a rank ended with its error
+                raise_told(parts.consent.last_errors(self._session), error)
             raise
         if word == Word.HAVE and isinstance(item, Delivery):
             now = time.perf_counter()
