@@ -16,6 +16,7 @@ from narrowgauge.codec import packed_size
 from narrowgauge.formats import table_of
 from narrowgauge.kernels import native, reference
 from narrowgauge.kernels.grid import ROUNDINGS, grid_of
+from narrowgauge.scaling import ALL_ZERO, NON_FINITE, scale_exponent
 from tests.numbers_by_hand import edges, random_bits, same
 from tests.test_rounding import THEIRS, UNUSUAL
 
@@ -59,6 +60,86 @@ def test_encode_and_decode_into(name: str, numel: int, threads: int | None) -> N
     kernels.decode_into(codes, name, exponent, out, factor=0.3, threads=threads)
     by_hand = value_of(codes, name, numel) * 2.0**-exponent * torch.tensor(0.3)
     assert same(out, by_hand)
+
+
+def fitting_cases() -> dict[str, torch.Tensor]:
+    """Float32 in which the largest number is met early, late, step by step, or never."""
+    x = torch.randn(40_003)
+    late, rising, zeros = x.clone(), x.clone(), x.clone()
+    late[-1] = 1e4
+    rising *= 2.0 ** (torch.arange(40_003) // 9000 * 20 - 60)
+    zeros[:20_000] = 0.0
+    zeros[:9_000].neg_()
+    return {
+        "none": x[:0],
+        "one": x[:1],
+        "plain": x,
+        "late": late,
+        "falling": rising.flip(0),
+        "rising": rising,
+        "zeros first": zeros,
+        "zeros": torch.zeros(9_001),
+        "subnormal": x * 1e-40,
+        "one subnormal": torch.full((3,), 1e-45),
+        "beyond the smallest exponent": x[:100].sign() * 3e38,
+        "infinite late": torch.cat([x, torch.tensor([math.inf])]),
+        "nan": torch.cat([x[:7], torch.tensor([math.nan]), x]),
+        "bits": random_bits(20_000),
+    } | {f"2**{k}": torch.tensor([1.0, 2.0**k, -(2.0**k)]) for k in (-149, -127, -126, 0, 127)}
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("bf16", "fp32")])
+@pytest.mark.parametrize("case", fitting_cases())
+def test_codes_that_fit_are_those_of_the_largest_magnitude(name: str, case: str) -> None:
+    x = fitting_cases()[case]
+    largest = float(x.abs().max()) if len(x) else 0.0
+    expected = ALL_ZERO if largest == 0 else scale_exponent(largest, format_of(name))
+    codes = torch.full((bytes_for(len(x), name),), 255, dtype=torch.uint8)
+    assert kernels.encode_fitting_into(x, name, codes) == expected
+    if expected not in (ALL_ZERO, NON_FINITE):
+        again = torch.zeros_like(codes)
+        kernels.encode_into(x, name, expected, again, threads=1)
+        assert torch.equal(codes, again)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("bf16", "fp32")])
+def test_the_exponent_that_fits_at_every_border(name: str) -> None:
+    midpoint, _ = format_of(name).overflow_threshold
+    for exponent in range(-149, 128):
+        border = torch.tensor(midpoint, dtype=torch.float64) * 2.0**exponent
+        nearest = border.float().view(torch.int32)
+        for magnitude in (nearest + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32):
+            x = magnitude.view(1)
+            codes = torch.empty(bytes_for(1, name), dtype=torch.uint8)
+            expected = scale_exponent(float(x), format_of(name)) if x else ALL_ZERO
+            assert kernels.encode_fitting_into(x, name, codes) == expected, float(x)
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "int8", "e2m1fn", "bf16"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_what_is_decoded_past_the_caches_is_the_same(name: str, offset: int) -> None:
+    numel = 2**18 + 1029
+    codes = torch.randint(0, 256, (bytes_for(numel, name),), dtype=torch.uint8)
+    out = torch.full((offset + numel + 1,), 7.0)
+    kernels.decode_into(codes, name, 1, out[offset:-1], factor=0.3)
+    part = 2**14  # of which the codes fill whole bytes
+    for begin in range(0, numel, part):
+        few = torch.empty(min(part, numel - begin))
+        first = begin // part * bytes_for(part, name)
+        kernels.decode_into(
+            codes[first : first + bytes_for(len(few), name)], name, 1, few, factor=0.3
+        )
+        assert same(out[offset + begin : offset + begin + len(few)], few)
+    assert out[-1] == 7
+    assert offset == 0 or out[0] == 7
+
+
+def test_fitting_needs_a_format_with_a_scale() -> None:
+    x, codes = torch.ones(2), torch.empty(8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="fp32, which travels unscaled; use encode_into"):
+        kernels.encode_fitting_into(x, "fp32", codes)
+    with pytest.raises(ValueError, match="out has 8 elements; it must have 2"):
+        kernels.encode_fitting_into(x, "e5m2", codes)
 
 
 @pytest.mark.parametrize("name", FORMATS)

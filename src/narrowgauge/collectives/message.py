@@ -93,16 +93,14 @@ def pack(
         scale: ``"local"`` or ``None``; with ``"shared"`` the exponents are those ``agreed``.
         agreed: exponent per tensor, ``None`` unless the scale is shared.
     """
-    exponents = _exponents(piece, flat, scale, agreed)
+    exponents = []
+    for segment in piece.segments:
+        wanted = None if agreed is None else agreed[segment.tensor]
+        codes = message[segment.offset : segment.offset + segment.size]
+        exponents.append(
+            _encode(flat[segment.begin : segment.end], segment.format, codes, scale, wanted)
+        )
     _write_header(message, exponents)
-    for segment, exponent in zip(piece.segments, exponents, strict=True):
-        if exponent not in (ALL_ZERO, NON_FINITE):
-            values = flat[segment.begin : segment.end]
-            codes = message[segment.offset : segment.offset + segment.size]
-            if isinstance(segment.format, BlockFormat):
-                encode_blocks_into(values, segment.format, codes)
-            else:
-                kernels.encode_into(values, segment.format, exponent, codes, threads=_THREADS)
 
 
 def reduce_into(
@@ -260,23 +258,26 @@ def _reduce_blocks(
         out.mul_(factor)
 
 
-def _exponents(
-    piece: Piece, flat: torch.Tensor, scale: Scale, agreed: list[int] | None
-) -> list[int]:
-    """The exponent byte of each segment."""
-    exponents = []
-    for segment in piece.segments:
-        if isinstance(segment.format, BlockFormat) or not needs_scale(segment.format):
-            exponents.append(0)
-            continue
-        largest = _magnitude(flat[segment.begin : segment.end]).view(torch.float32).item()
-        own = scale_exponent(largest, segment.format)
-        wanted = agreed[segment.tensor] if agreed is not None else own if scale else 0
-        if NON_FINITE in (own, wanted):
-            exponents.append(NON_FINITE)
-        else:
-            exponents.append(wanted if largest else ALL_ZERO)
-    return exponents
+def _encode(
+    values: torch.Tensor, format: Format, codes: torch.Tensor, scale: Scale, agreed: int | None
+) -> int:
+    """Write the codes of one segment; returns its exponent byte."""
+    if isinstance(format, BlockFormat):
+        encode_blocks_into(values, format, codes)
+        return 0
+    if not needs_scale(format):
+        kernels.encode_into(values, format, 0, codes, threads=_THREADS)
+        return 0
+    if scale == "local":
+        return kernels.encode_fitting_into(values, format, codes)
+    largest = _magnitude(values).view(torch.float32).item()
+    exponent = agreed or 0
+    if NON_FINITE in (exponent, scale_exponent(largest, format)):
+        return NON_FINITE
+    if not largest:
+        return ALL_ZERO
+    kernels.encode_into(values, format, exponent, codes, threads=_THREADS)
+    return exponent
 
 
 def _segments(

@@ -9,6 +9,7 @@ from narrowgauge.kernels.backends import select as select
 from narrowgauge.kernels.native import MISSING as MISSING
 from narrowgauge.kernels.raw import UnrepresentableNaN as UnrepresentableNaN
 from narrowgauge.kernels.raw import decode_into as decode_into
+from narrowgauge.kernels.raw import encode_fitting_into as encode_fitting_into
 from narrowgauge.kernels.raw import encode_into as encode_into
 from narrowgauge.kernels.raw import largest_magnitudes as largest_magnitudes
 from narrowgauge.kernels.raw import reduce_encode_into as reduce_encode_into

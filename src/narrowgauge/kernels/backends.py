@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from narrowgauge.formats import BlockFormat, format_of
 from narrowgauge.kernels import native, reference
 from narrowgauge.kernels.grid import DifferenceBlocks, Grid, Sums
+from narrowgauge.scaling import ALL_ZERO, NON_FINITE, scale_exponent
 
 VARIABLE = "NARROWGAUGE_KERNELS"
 WITHOUT_TRITON = (
@@ -109,6 +111,13 @@ class Kernels(Protocol):
 class Backend(Kernels, Protocol):
     """What an implementation for the CPU offers besides: :mod:`narrowgauge.kernels.raw` uses it."""
 
+    def encode_fitting(self, x: Tensor, out: Tensor, grid: Grid) -> int:
+        """Packed codes of ``x * 2**k`` into ``out`` (uint8), ``k`` fitting the largest |x|.
+
+        Returns ``k`` of :func:`~narrowgauge.scaling.scale_exponent`; ``ALL_ZERO``, or
+        ``NON_FINITE``, with which ``out`` holds nothing of use.
+        """
+
     def reduce(
         self,
         codes: list[Tensor],
@@ -160,6 +169,18 @@ class Reference:
         codes, spoilt = reference.encode(x, grid, rounding, key, scales, block_size)
         out.copy_(codes)
         return bool(spoilt)
+
+    def encode_fitting(self, x: Tensor, out: Tensor, grid: Grid) -> int:
+        """See :meth:`Backend.encode_fitting`."""
+        format = format_of(grid.name)
+        assert not isinstance(format, BlockFormat)
+        largest = reference.largest_magnitudes(x, 0).view(torch.float32).item()
+        exponent = scale_exponent(largest, format)
+        if exponent == NON_FINITE or not largest:
+            return exponent if largest else ALL_ZERO
+        scale = torch.tensor([2.0**exponent], dtype=torch.float32, device="cpu")
+        self.encode(x, out, grid, "nearest-even", None, scale, 0, 1)
+        return exponent
 
     def decode(
         self,

@@ -6,7 +6,9 @@
 
 namespace {
 
-enum Use { STORE, BEGIN_SUM, CONTINUE_SUM, END_SUM };  // what becomes of a decoded, scaled value
+// What becomes of a decoded, scaled value. STREAM: stored past the caches, if it is in a vector,
+// which then must be aligned.
+enum Use { STORE, STREAM, BEGIN_SUM, CONTINUE_SUM, END_SUM };
 
 template <Use USE, class T>  // T: float, or a vector of it
 INLINE void use(float* out, T value, float factor) {
@@ -15,10 +17,13 @@ INLINE void use(float* out, T value, float factor) {
     memcpy(&sum, out, sizeof(T));
     value = sum + value;
   }
-  if constexpr (USE == STORE || USE == END_SUM) {
+  if constexpr (USE == STORE || USE == STREAM || USE == END_SUM) {
     value *= factor;
     value = value == value ? value : T() + float_of(NOT_A_NUMBER);
   }
+#ifdef __F16C__
+  if constexpr (USE == STREAM && sizeof(T) == 32) return _mm256_stream_ps(out, (__m256)value);
+#endif
   memcpy(out, &value, sizeof(T));  // a vector may lie anywhere
 }
 

@@ -30,16 +30,16 @@ struct Encoder {
 #ifdef __F16C__
   Halves halves;
 #endif
-  Encoder(const Grid& g, int r, uint64_t key)
+  const bool finite;  // the caller has made sure of it, so nobody needs to look for NaN
+  Encoder(const Grid& g, int r, uint64_t key, bool all_finite = false)
       : grid(g),
         rounding(Rounding(r)),
         fast(g, true),
-        philox(key)
+        philox(key),
 #ifdef __F16C__
-        ,
-        halves(g, 0)
+        halves(g, 0),
 #endif
-  {
+        finite(all_finite) {
   }
 
   bool spoilt(const float* x, int64_t n) const { return largest_magnitude(x, n) > INF; }
@@ -96,7 +96,7 @@ struct Encoder {
         memset(out + i, 0, length * sizeof(Code));
       } else {
         run(x + i, out + i, length, scale, words + i);
-        if (!grid.has(HAS_NAN)) found |= spoilt(x + i, length);
+        if (!finite && !grid.has(HAS_NAN)) found |= spoilt(x + i, length);
       }
       i += length;
     }
@@ -140,6 +140,20 @@ int encode(const T* x, uint8_t* out, int64_t n, const Grid* grid, int rounding, 
   });
   return found;
 }
+
+// The exponent of the largest power of two that keeps a magnitude finite: scaling.scale_exponent.
+struct Fit {
+  const Limits limits;
+  int operator()(uint32_t magnitude) const {
+    const int shift = magnitude < 1u << 23 ? __builtin_clz(magnitude) - 8 : 0;  // subnormal
+    const uint32_t normal = magnitude << shift, fraction = normal & 0x7fffffu;
+    const int exponent = shift ? -125 - shift : int(normal >> 23) - 126;
+    const bool over = fraction > limits.fraction || (limits.inclusive && fraction == limits.fraction);
+    const int fitting = limits.exponent - exponent - over;
+    return fitting < limits.lowest ? limits.lowest
+                                   : fitting > limits.highest ? limits.highest : fitting;
+  }
+};
 
 // ---- decoding
 // --------------------------------------------------------------------------------------
@@ -278,7 +292,7 @@ struct Decoder {
 // --------------------------------------------------------------------------
 
 EXPORT int narrowgauge_interface() {
-  return 3;
+  return 4;
 }  // native.py refuses a library of another interface
 
 EXPORT int narrowgauge_level() {  // the highest x86-64 level that this processor runs
@@ -349,13 +363,57 @@ EXPORT int narrowgauge_encode_double(const double* x, uint8_t* out, int64_t n, c
   return encode(x, out, n, grid, rounding, key, scales, block, threads);
 }
 
+constexpr int64_t FITTED = 8 * TILE;    // numbers that stay in the first cache between two looks
+constexpr int64_t LINE = 16;            // numbers that memory brings at once
+constexpr int64_t STREAMED = 1 << 18;  // numbers that would push all else out of a core's caches
+
+// Codes under the exponent that fits the largest |x|, which is returned as bits; none if that is not
+// finite. Numbers are read from memory once if no later one asks for a smaller exponent than the
+// first ones do; if one does, all before it are encoded anew, with what fits all that follow.
+EXPORT uint32_t narrowgauge_encode_fitting(const float* x, uint8_t* out, int64_t n,
+                                           const Grid* grid, const Limits* limits,
+                                           int32_t* exponent) {
+  const Encoder encoder(*grid, EVEN, 0, true);
+  const Fit fit{*limits};
+  uint32_t largest = 0;
+  bool known = false;  // whether `largest` is of all, not only of those before
+  *exponent = 0;
+  for (int64_t i = 0; i < n; i += FITTED) {
+    const int64_t end = n - i < FITTED ? n : i + FITTED;
+    const uint32_t most = known ? 0 : largest_magnitude(x + i, end - i);
+    if (most > largest) {
+      const bool none_before = largest == 0;  // zeros have one code, whatever the exponent
+      largest = most;
+      if (largest < INF && !none_before && fit(largest) != *exponent) {
+        const uint32_t rest = largest_magnitude(x + end, n - end);
+        largest = rest > largest ? rest : largest;
+        known = true;
+        i = -FITTED;
+      }
+      if (largest >= INF) return largest;
+      *exponent = fit(largest);
+      if (known) continue;
+    }
+    const float scale = power_of_two(*exponent);
+    for (int64_t t = i; t < end; t += TILE) {
+      for (int64_t next = t + FITTED; next < t + FITTED + TILE && next < n; next += LINE)
+        __builtin_prefetch(x + next, 0, 2);  // while memory has nothing else to do
+      encoder.packed(x + t, out, t, end - t < TILE ? end - t : TILE, &scale, 0);
+    }
+  }
+  return largest;
+}
+
 EXPORT void narrowgauge_decode(const uint8_t* codes, float* out, int64_t n, const Grid* grid,
                                const float* scales, int64_t block, float factor, int threads) {
   parallel(n, threads, [=](int64_t begin, int64_t end) {
     const Decoder decoder(*grid);
+    const bool stream = n >= STREAMED && !(uintptr_t(out) % 32);
     for (int64_t i = begin; i < end; i += TILE) {
       const int64_t length = end - i < TILE ? end - i : TILE;
-      decoder.packed<STORE>(codes, out + i, i, length, scales, block, factor);
+      (stream && length == TILE)
+          ? decoder.packed<STREAM>(codes, out + i, i, length, scales, block, factor)
+          : decoder.packed<STORE>(codes, out + i, i, length, scales, block, factor);
     }
   });
 }

@@ -7,6 +7,8 @@ ctypes releases the GIL during each call.
 from __future__ import annotations
 
 import ctypes
+import math
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ from torch import Tensor
 
 from narrowgauge.formats import BlockFormat, format_of, table_of
 from narrowgauge.kernels.grid import ROUNDINGS, DifferenceBlocks, Grid, Sums
+from narrowgauge.scaling import ALL_ZERO, LARGEST_EXPONENT, NON_FINITE, SMALLEST_EXPONENT
 
 MISSING = (
     "narrowgauge was installed without its native kernels, so the slow reference kernels in plain "
     "torch are in use. To get the fast ones, install it again where a C++17 compiler is found, in "
     "its source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 )
-_INTERFACE = 3
+_INTERFACE = 4
+_INFINITY_BITS = 0x7F800000
 _Number = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_float
 _LEVELS = {"x86-64-v4": 4, "x86-64-v3": 3, "x86-64": 1, "generic": 0}  # fastest first
 
@@ -38,6 +42,13 @@ class _Grid(ctypes.Structure):
         *_fields(ctypes.c_uint32, "infinity_code", "nan_code"),
         *_fields(ctypes.c_float, "largest_value", "overflow_value", "infinite_value"),
         ("table", ctypes.c_void_p),
+    )
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = (
+        *_fields(ctypes.c_uint32, "fraction"),
+        *_fields(ctypes.c_int32, "exponent", "inclusive", "lowest", "highest"),
     )
 
 
@@ -72,6 +83,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "round_double": (None, _ROUND),
     "encode_float": (_INT, _ENCODE),
     "encode_double": (_INT, _ENCODE),
+    "encode_fitting": (
+        ctypes.c_uint32,
+        [
+            *(_POINTER, _POINTER, _COUNT, _GRID),
+            *(ctypes.POINTER(_Limits), ctypes.POINTER(ctypes.c_int32)),
+        ],
+    ),
     "decode": (
         None,
         [_POINTER, _POINTER, _COUNT, _GRID, _POINTER, _COUNT, _FLOAT, _INT],
@@ -152,6 +170,16 @@ def _described(grid: Grid) -> tuple[_Grid, Tensor | None]:
 
 
 @cache
+def _limits(grid: Grid) -> _Limits:
+    format = format_of(grid.name)
+    assert not isinstance(format, BlockFormat)
+    midpoint, inclusive = format.overflow_threshold
+    threshold, exponent = math.frexp(midpoint)
+    (bits,) = struct.unpack("I", struct.pack("f", threshold))
+    return _Limits(bits & 0x7FFFFF, exponent, inclusive, SMALLEST_EXPONENT, LARGEST_EXPONENT)
+
+
+@cache
 def _blocks(blocks: DifferenceBlocks) -> _Blocks:
     return _Blocks(blocks.size, blocks.scaled, blocks.top_exponent, blocks.limit, blocks.half_step)
 
@@ -206,6 +234,21 @@ class Native:
             threads,
         )
         return bool(spoilt)
+
+    def encode_fitting(self, x: Tensor, out: Tensor, grid: Grid) -> int:
+        """Codes of float32 ``x`` times the power of two that fits its largest; its exponent."""
+        exponent = ctypes.c_int32()
+        largest: int = self._library.encode_fitting(
+            x.data_ptr(),
+            out.data_ptr(),
+            x.numel(),
+            _described(grid)[0],
+            _limits(grid),
+            exponent,
+        )
+        if largest >= _INFINITY_BITS:
+            return NON_FINITE
+        return exponent.value if largest else ALL_ZERO
 
     def decode(
         self,

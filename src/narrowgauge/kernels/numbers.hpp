@@ -55,6 +55,12 @@ struct Grid {
   bool has(Flag flag) const { return flags & flag; }
 };
 
+// What native.py fills in: where a format overflows, as a fraction in [1/2, 1) and an exponent.
+struct Limits {
+  uint32_t fraction;  // its bits behind the leading one
+  int32_t exponent, inclusive, lowest, highest;
+};
+
 namespace {
 
 // ---- threads

@@ -136,6 +136,32 @@ def encode_into(
         raise spoilt_error(grid)
 
 
+def encode_fitting_into(x: Tensor, format: FormatLike, out: Tensor) -> int:
+    """Codes of ``x * 2**k``, with the largest ``k`` under which all stay finite; returns ``k``.
+
+    It is that of :func:`~narrowgauge.scaling.scale_exponent` for the largest |x|, but most numbers
+    are read from memory once, not once to find the largest and once to encode.
+
+    Args:
+        x: float32.
+        format: scalar, at most 16 bits.
+        out: as in :func:`encode_into`.
+
+    Returns:
+        The exponent. If there is nothing but zeros, ``ALL_ZERO``; if a number is not finite,
+        ``NON_FINITE``: then ``out`` holds nothing of use.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    grid = _grid(format)
+    if grid.bits == 32:
+        raise ValueError("format is fp32, which travels unscaled; use encode_into")
+    _check(x, "x", torch.float32)
+    _check(out, "out", torch.uint8, packed_bytes(x.numel(), grid.bits))
+    return current().encode_fitting(x.view(-1), out, grid)
+
+
 def decode_into(
     codes: Tensor,
     format: FormatLike,
