@@ -123,8 +123,9 @@ NOINLINE void decode_halves(const Code* codes, float* out, int64_t n, const Halv
 }
 
 // Rounded to nearest-even as round_magic does, and then converted, which is exact. Numbers that
-// overflow are coded as infinity is, so that a scaled number may as well become infinite.
-template <class Code>
+// overflow are coded as infinity is, so that a scaled number may as well become infinite. FITS: all
+// numbers are finite and none overflows, so nobody needs to look; SAME: as in Halves.
+template <bool FITS, bool SAME, class Code>
 NOINLINE void encode_halves(const float* x, Code* out, int64_t n, const Halves& halves,
                             float multiplier) {
   const Halves h = halves;
@@ -140,7 +141,8 @@ NOINLINE void encode_halves(const float* x, Code* out, int64_t n, const Halves& 
   const auto half = [&](const float* from) __attribute__((always_inline)) {
     const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(from), times);
     __m256i e = _mm256_and_si256(_mm256_castps_si256(y), field);
-    e = _mm256_min_epi32(_mm256_max_epi32(e, lowest), highest);
+    e = _mm256_max_epi32(e, lowest);
+    if constexpr (!FITS) e = _mm256_min_epi32(e, highest);
     const __m256 c = _mm256_castsi256_ps(_mm256_add_epi32(e, add));
     const __m256 r = _mm256_sub_ps(_mm256_add_ps(y, c), c);
     return _mm256_cvtps_ph(_mm256_or_ps(r, _mm256_and_ps(y, sign)), _MM_FROUND_TO_NEAREST_INT);
@@ -148,10 +150,12 @@ NOINLINE void encode_halves(const float* x, Code* out, int64_t n, const Halves& 
   const auto codes = [&](const float* from) __attribute__((always_inline)) {
     const __m256i v =
         _mm256_inserti128_si256(_mm256_castsi128_si256(half(from)), half(from + 8), 1);
+    if constexpr (FITS && SAME) return _mm256_srl_epi16(v, shift);
     const __m256i a = _mm256_and_si256(v, magnitude);
     __m256i r = _mm256_srl_epi16(a, shift);
-    r = _mm256_blendv_epi8(r, overflow, _mm256_cmpgt_epi16(r, largest));
+    if constexpr (!FITS) r = _mm256_blendv_epi8(r, overflow, _mm256_cmpgt_epi16(r, largest));
     r = _mm256_or_si256(r, _mm256_srl_epi16(_mm256_xor_si256(v, a), sign_shift));
+    if constexpr (FITS) return r;
     return _mm256_blendv_epi8(r, nan, _mm256_cmpgt_epi16(a, infinite));
   };
   int64_t i = 0;

@@ -30,8 +30,8 @@ struct Encoder {
 #ifdef __F16C__
   Halves halves;
 #endif
-  const bool finite;  // the caller has made sure of it, so nobody needs to look for NaN
-  Encoder(const Grid& g, int r, uint64_t key, bool all_finite = false)
+  const bool fits;  // the caller has made sure that all is finite and nothing overflows
+  Encoder(const Grid& g, int r, uint64_t key, bool all_fits = false)
       : grid(g),
         rounding(Rounding(r)),
         fast(g, true),
@@ -39,7 +39,7 @@ struct Encoder {
 #ifdef __F16C__
         halves(g, 0),
 #endif
-        finite(all_finite) {
+        fits(all_fits) {
   }
 
   bool spoilt(const float* x, int64_t n) const { return largest_magnitude(x, n) > INF; }
@@ -52,7 +52,12 @@ struct Encoder {
   void run(const float* x, Code* out, int64_t n, float scale, const uint32_t* words) const {
 #ifdef __F16C__
     const float multiplier = rounding == EVEN ? halves.encoding(scale) : 0.0f;
-    if (multiplier) return encode_halves(x, out, n, halves, multiplier);
+    if (multiplier) {
+      const auto loop = !fits           ? encode_halves<false, false, Code>
+                        : !halves.same ? encode_halves<true, false, Code>
+                                       : encode_halves<true, true, Code>;
+      return loop(x, out, n, halves, multiplier);
+    }
 #endif
     const int k = exponent_of(scale);
     // Scaling down may round in float32, which is harmless only if it happens far below the grid.
@@ -96,7 +101,7 @@ struct Encoder {
         memset(out + i, 0, length * sizeof(Code));
       } else {
         run(x + i, out + i, length, scale, words + i);
-        if (!finite && !grid.has(HAS_NAN)) found |= spoilt(x + i, length);
+        if (!fits && !grid.has(HAS_NAN)) found |= spoilt(x + i, length);
       }
       i += length;
     }
@@ -373,7 +378,8 @@ constexpr int64_t STREAMED = 1 << 18;  // numbers that would push all else out o
 EXPORT uint32_t narrowgauge_encode_fitting(const float* x, uint8_t* out, int64_t n,
                                            const Grid* grid, const Limits* limits,
                                            int32_t* exponent) {
-  const Encoder encoder(*grid, EVEN, 0, true);
+  // The smallest exponent leaves numbers of up to 4, which may not fit after all.
+  const Encoder encoder(*grid, EVEN, 0, grid->largest_value >= 4.0f);
   const Fit fit{*limits};
   uint32_t largest = 0;
   bool known = false;  // whether `largest` is of all, not only of those before
