@@ -453,3 +453,16 @@ def test_ddp_has_the_same_names_and_averages_the_gradients_of_the_plan() -> None
         assert tuple(names) == plan.names
         assert found.keys() == expected.keys()
         assert all(torch.allclose(found[k], expected[k], rtol=1e-5, atol=1e-6) for k in found)
+
+
+@pytest.mark.parametrize("format", ["e5m2", "e4m3/e5m2"])
+def test_simulated_formats_under_torch_func_are_refused_by_name(format: str) -> None:
+    model = nn.Linear(4, 2)
+    plan = OperatorPlan.uniform(recorded(model, X), format)
+
+    def loss(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(model, {"weight": weight}, (X,)).sum()
+
+    plan.attach(model)
+    with pytest.raises(RuntimeError, match=f"in {format} was called under torch.func"):
+        torch.func.grad(loss)(model.weight.detach())

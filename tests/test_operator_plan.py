@@ -220,6 +220,12 @@ def broken(change: Callable[[Any], object]) -> str:
         (broken(lambda d: d["operators"][0].update(name="add")), "'add' is no name of an operator"),
         (broken(lambda d: d["operators"].append(d["operators"][0])), "names '::add#0' twice"),
         (broken(lambda d: d.update(operators=3)), "is no valid operator plan"),
+        (broken(lambda d: d.update(training="false")), "training is 'false'; it must be true or f"),
+        (
+            broken(lambda d: d["operators"][0].update(outside="no")),
+            "outside of '::add#0' is 'no'; it must be true or false",
+        ),
+        (broken(lambda d: d["operators"][0].update(name="\ud800::add#0")), "half of a surrogate"),
     ],
 )
 def test_a_file_that_is_no_plan_says_why(text: str, message: str, tmp_path: Path) -> None:

@@ -170,9 +170,7 @@ def test_a_snapshot_that_is_damaged_or_of_another_training_says_so(tmp_path: Pat
     with pytest.raises(ValueError, match="with the optimizer SGD, and now it is Adam; pass"):
         OperatorSearch(training.model, adam, stateful=stateful, **options)  # type: ignore[arg-type]
     renamed = nn.ModuleDict({"other": training.model})
-    with pytest.raises(
-        ValueError, match=r"is of another training; name another workdir: (.|\n)*oth"
-    ):
+    with pytest.raises(ValueError, match=r"holds a search with parameters=\{'0.*, not \{'other"):
         OperatorSearch(renamed, training.optimizer, stateful=stateful, **options)  # type: ignore[arg-type]
     path = folder / "snapshot.pt"
     whole = path.read_bytes()
@@ -183,8 +181,15 @@ def test_a_snapshot_that_is_damaged_or_of_another_training_says_so(tmp_path: Pat
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match="it lacks 'optimizer'"):
         begin(folder)
+    path.write_bytes(whole)
+    torch.save({**torch.load(path), "model": {}}, path)
+    with pytest.raises(
+        ValueError, match=r"is of another training; name another workdir: (.|\n)*Missing key"
+    ):
+        begin(folder)
     path.unlink()
-    assert begin(folder)[1].epoch == 0
+    with pytest.warns(UserWarning, match=r"no snapshot.pt, although 1 epochs .* begins anew"):
+        assert begin(folder)[1].epoch == 0
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
@@ -194,6 +199,22 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1 of .* is b'shopping list', no event of a search"):
         begin(tmp_path / "search")
     assert path.read_text().startswith("shopping list")
+
+
+def test_an_event_that_lacks_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"event": "settings"}\n{"event": "epoch", "steps": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*, which lacks 'seconds'; name another work"):
+        read_journal(path)
+
+
+def test_a_workdir_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    with pytest.raises(TypeError, match="workdir is 3; it must be the path of a folder"):
+        OperatorSearch(training.model, training.optimizer, workdir=3)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"workdir is '.*file', which is a file; name a folder"):
+        OperatorSearch(training.model, training.optimizer, workdir=tmp_path / "file")
 
 
 def test_a_torn_last_line_is_cut_off_and_all_before_it_counts(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def search(
 ) -> None:
     """Find which operators may compute in a narrow format, while the model trains."""
     console = Console()
+    if output is not None and not output.resolve().parent.is_dir():
+        _fail(f"--output {str(output)!r} lies in no folder that exists; make it first", 2)
     names = [name.strip() for name in formats.split(",") if name.strip()]
     try:
         plan = run(

@@ -162,8 +162,22 @@ class _Round(torch.autograd.Function):
         return gradient, None, None, None
 
 
+def transforming() -> bool:
+    """Whether torch.func's transforms are active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def rounded(x: Tensor, compute: Compute, dim: int | None) -> Tensor:
-    """``x`` rounded as the format says, forward and backward. Blocks lie along ``dim``."""
+    """``x`` rounded as the format says, forward and backward. Blocks lie along ``dim``.
+
+    Raises:
+        RuntimeError: under a transform of torch.func.
+    """
+    if compute.simulated and not torch.compiler.is_compiling() and transforming():
+        raise RuntimeError(
+            f"an operator in {compute.name} was called under torch.func, whose transforms cannot "
+            "pass through simulated formats; use torch.autograd, or a plan of native formats"
+        )
     if compute.backward is not None:
         result: Tensor = _Round.apply(  # type: ignore[no-untyped-call]
             x, compute.forward, compute.backward, dim

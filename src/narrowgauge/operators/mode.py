@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from narrowgauge.operators.compute import Compute, cast, reuse, run
+from narrowgauge.operators.compute import Compute, cast, reuse, run, transforming
 from narrowgauge.operators.functions import (
     ARITHMETIC,
     COMPLEX,
@@ -279,7 +279,8 @@ class PlanMode(TorchFunctionMode):
         """
         if self.casts is None or torch.compiler.is_compiling() or x.dtype is dtype:
             return cast(x, dtype)
-        if not (x.is_leaf and x.requires_grad) or x.is_inference() or _transforming():
+        # Tensors of torch.func's transforms come and go under the same id.
+        if not (x.is_leaf and x.requires_grad) or x.is_inference() or transforming():
             return cast(x, dtype)
         key = (id(x), dtype)
         known = self.casts.get(key)
@@ -343,11 +344,6 @@ def _interrupted(root: nn.Module) -> bool:
             calls += 1
         frame = frame.f_back  # type: ignore[assignment]
     return calls <= 1
-
-
-def _transforming() -> bool:
-    """Whether torch.func's transforms are active, whose tensors come and go under the same id."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -70,6 +70,13 @@ def split_name(name: str) -> tuple[str, str, int]:
             f"{name!r} is no name of an operator; one reads module.path::operator#call, such as "
             "'layers.0.attn::softmax#0', or '::cross_entropy#0' outside of the model's modules"
         )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the name {name!r} holds half of a surrogate pair, which no file can; rename the "
+            "module"
+        ) from None
     return path, operator, int(call)
 
 

@@ -371,12 +371,17 @@ class OperatorPlan:
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"it names {twice[0]!r} twice")
+            truths = [("training", data["training"])]
+            truths += [(f"outside of {e['name']!r}", e.get("outside", False)) for e in entries]
+            for what, value in truths:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{what} is {value!r}; it must be true or false")
             plan = cls(
                 {entry["name"]: entry["format"] for entry in entries},
                 default=data["default"],
                 signatures={e["name"]: e["signature"] for e in entries if "signature" in e},
                 outside=[entry["name"] for entry in entries if entry.get("outside")],
-                training=bool(data["training"]),
+                training=data["training"],
                 evidence={e["name"]: e["evidence"] for e in entries if "evidence" in e},
                 about=data["about"],
                 environment=data["environment"],

@@ -84,7 +84,7 @@ class OperatorSearch:
         epoch: epochs that are over; where a loop begins.
 
     Raises:
-        TypeError: ``model`` or ``optimizer`` is none.
+        TypeError: ``model`` or ``optimizer`` is none; ``workdir`` is no path.
         ValueError: nothing to train; no or unknown formats, native and simulated ones mixed, a
             negative weight or bound, a ``workdir`` of another search.
     """
@@ -158,7 +158,9 @@ class OperatorSearch:
                 "memory_weight": memory_weight,
                 "gradient_bound": gradient_bound,
                 "gradient_formats": self._wire_formats,
-                "parameters": [list(p.shape) for p in unwrapped(model).parameters()],
+                "parameters": {
+                    name: list(p.shape) for name, p in unwrapped(model).named_parameters()
+                },
             },
             stateful,
         )

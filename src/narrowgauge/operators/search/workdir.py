@@ -11,6 +11,8 @@ epoch.
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,22 @@ from torch import nn
 
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.search.setting import Ranks
+
+
+_NEEDED = {
+    "operators": ("fingerprint",),
+    "wires": ("errors",),
+    "judged": ("operators", "gradient_error", "loss_change", "overflow", "underflow"),
+    "timed": ("signature", "seconds"),
+    "casts": ("seconds",),
+    "contenders": ("formats", "saved_bytes", "refused"),
+    "round": ("seconds",),
+    "tried": ("winner", "reason"),
+    "check": ("passed", "reason"),
+    "decided": ("decision",),
+    "epoch": ("seconds", "steps", "search_seconds"),
+}
+"""What events must say, by their kind."""
 
 
 class Journal:
@@ -79,11 +97,15 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
-                raise ValueError("no event")
-        except ValueError:
+                raise ValueError("no event of a search")
+            lost = [key for key in _NEEDED.get(entry["event"], ()) if key not in entry]
+            if lost:
+                raise ValueError(f"which lacks {lost[0]!r}")
+        except ValueError as error:
+            text = "no event of a search" if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(
-                f"line {number} of {path} is {line[:60]!r}, no event of a search; name another "
-                "workdir, or move this file away"
+                f"line {number} of {path} is {line[:60]!r}, {text}; name another workdir, or move "
+                "this file away"
             ) from None
         events.append(entry)
     if whole < len(content):
@@ -108,6 +130,11 @@ def _read_snapshot(path: Path) -> dict[str, Any]:
     return state
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} …"
+
+
 class Workdir:
     """The folder of a search.
 
@@ -118,17 +145,22 @@ class Workdir:
         stateful: what goes into the snapshot besides model and optimizer.
 
     Raises:
-        ValueError: the folder holds a search with other settings, or a file that is no journal.
+        TypeError: the folder is no path.
+        ValueError: it is a file, or holds a search with other settings, or what is no journal.
         OSError: it cannot be read or written.
     """
 
     def __init__(
         self, folder: str | Path, ranks: Ranks, settings: Mapping[str, Any], stateful: Sequence[Any]
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"workdir is {folder!r}; it must be the path of a folder")
         self.folder, self._ranks, self._stateful = Path(folder), ranks, stateful
         path = self.folder / "journal.jsonl"
 
         def begin() -> list[dict[str, Any]]:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ValueError(f"workdir is {str(self.folder)!r}, which is a file; name a folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             events = read_journal(path)
             if not events:
@@ -137,8 +169,8 @@ class Workdir:
             for key, value in settings.items():
                 if known.get(key) != value:
                     raise ValueError(
-                        f"{self.folder} holds a search with {key}={known.get(key)!r}, not "
-                        f"{value!r}; name another workdir, or remove it"
+                        f"{self.folder} holds a search with {key}={_short(known.get(key))}, not "
+                        f"{_short(value)}; name another workdir, or remove it"
                     )
             return events
 
@@ -178,6 +210,12 @@ class Workdir:
         path = self.folder / "snapshot.pt"
         state = self._ranks.of_first(lambda: _read_snapshot(path) if path.exists() else None)
         if state is None:
+            if over := self.journal.of("epoch"):
+                warnings.warn(
+                    f"{self.folder} has no snapshot.pt, although {len(over)} epochs of its search "
+                    "are over: the training begins anew, with what the search has found",
+                    stacklevel=3,
+                )
             return 0
         others, kind = state["others"], type(optimizer).__name__
         if len(others) != len(self._stateful):
