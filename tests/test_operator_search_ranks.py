@@ -136,7 +136,7 @@ def fail(folder: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "texts"),
     [
-        ("workdir", ["File exists", "rank 0 raised: [Errno 17] File exists"]),
+        ("workdir", ["which is a file", "rank 0 raised: workdir is"]),
         ("snapshot", ["Is a directory", "rank 0 raised: "]),
         ("evaluate", ["rank 1 raised: division by zero", "division by zero"]),
         ("backward", ["rank 1 raised: the step ended without", "the step ended without"]),

@@ -289,11 +289,14 @@ def planned() -> OperatorPlan:
 
 def test_a_report_needs_nothing_but_the_files(tmp_path: Path) -> None:
     planned().save(tmp_path / "plan.json")
+    judged = {"operators": {}, "gradient_error": 0, "loss_change": 0, "overflow": 0, "underflow": 0}
+    check = {"passed": True, "reason": "", "evaluation": 0.5, "float32": 0.49, "band": 0.02}
+    epoch = {"number": 1, "evaluation": 0.5, "seconds": 4, "steps": 9, "search_seconds": 5}
     journal: list[dict[str, Any]] = [
-        {"event": "judged"},
-        {"event": "judged"},
-        {"event": "check", "passed": True, "evaluation": 0.5, "float32": 0.49, "band": 0.02},
-        {"event": "epoch", "number": 1, "evaluation": 0.5, "seconds": 4, "search_seconds": 5},
+        {"event": "judged", **judged},
+        {"event": "judged", **judged},
+        {"event": "check", **check},
+        {"event": "epoch", **epoch},
         {"event": "decided", "decision": "plan", "reason": "faster"},
     ]
     text = "".join(json.dumps(event) + "\n" for event in journal)

@@ -23,7 +23,6 @@ from torch import nn
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.operators.search.setting import Ranks
 
-
 _NEEDED = {
     "operators": ("fingerprint",),
     "wires": ("errors",),
