@@ -302,7 +302,7 @@ def compress(
         timeout: how long one message may take before the step fails on the ranks that wait for it;
             ``None``: as long as in the model's process group.
         message_bytes: size of the messages a bucket is cut into; ``None``: by the measured link, or
-            1 MiB.
+            512 KiB.
         register: whether to register the hook. DDP allows one: to have a hook of your own as well,
             call the result's ``hook(state, bucket)`` in it.
 
