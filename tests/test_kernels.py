@@ -134,6 +134,18 @@ def test_what_is_decoded_past_the_caches_is_the_same(name: str, offset: int) -> 
     assert offset == 0 or out[0] == 7
 
 
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "fp16", "int8"])
+@pytest.mark.parametrize("block_size", [1, 3, 8, 17, 20, 24, 32, 1000])
+def test_many_numbers_in_blocks_of_any_size_are_decoded(name: str, block_size: int) -> None:
+    numel = 2**18 + 5
+    x = torch.randn(numel)
+    exponents = torch.arange(-(-numel // block_size), dtype=torch.int32) % 5
+    codes = encode(x, name, exponent=exponents, block_size=block_size)
+    found = decode(codes, name, (numel,), exponent=exponents, block_size=block_size)
+    scales = (2.0**exponents).repeat_interleave(block_size)[:numel]
+    assert same(found, quantize(x * scales, name) / scales)
+
+
 def test_fitting_needs_a_format_with_a_scale() -> None:
     x, codes = torch.ones(2), torch.empty(8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="fp32, which travels unscaled; use encode_into"):

@@ -206,6 +206,9 @@ def test_an_event_that_lacks_a_number_is_named(tmp_path: Path) -> None:
     path.write_text('{"event": "settings"}\n{"event": "epoch", "steps": 3}\n')
     with pytest.raises(ValueError, match=r"line 2 of .*, which lacks 'seconds'; name another work"):
         read_journal(path)
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="no event of a search; name another workdir"):
+        read_journal(path)
 
 
 def test_a_workdir_that_is_no_folder_is_refused(tmp_path: Path) -> None:

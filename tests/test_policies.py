@@ -333,7 +333,7 @@ def test_a_plain_all_reduce_adapts_when_asked_only() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_second", "size"),
-    [(1e6, 1 << 17), (125e6, 1 << 19), (1.25e9, 1 << 21), (1e11, 1 << 21)],
+    [(1e6, 1 << 19), (125e6, 1 << 19), (250e6, 1 << 20), (1.25e9, 1 << 21), (1e11, 1 << 21)],
 )
 def test_messages_grow_with_the_bandwidth(bytes_per_second: float, size: int) -> None:
     assert message_bytes_for(Link(1e-4, bytes_per_second, 1e9, 1e-4, 1e9)) == size

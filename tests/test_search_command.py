@@ -236,6 +236,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         ([where, "--epochs", "0"], "epochs is 0; at least 1 is needed"),
         ([where, "--memory-weight", "-1"], "memory_weight is -1.0"),
         ([where, "--output", str(tmp_path / "no" / "plan.json")], "lies in no folder that exists"),
+        ([where, "--output", str(tmp_path)], "is a folder; name a file"),
     ):
         ended = CliRunner().invoke(app, ["search", *arguments, "--workdir", str(tmp_path / "w")])
         assert ended.exit_code == 2

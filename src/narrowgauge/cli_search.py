@@ -51,6 +51,8 @@ def search(
     console = Console()
     if output is not None and not output.resolve().parent.is_dir():
         _fail(f"--output {str(output)!r} lies in no folder that exists; make it first", 2)
+    if output is not None and output.is_dir():
+        _fail(f"--output {str(output)!r} is a folder; name a file", 2)
     names = [name.strip() for name in formats.split(",") if name.strip()]
     try:
         plan = run(

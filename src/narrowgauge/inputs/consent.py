@@ -140,10 +140,11 @@ class Consent:
         They lie in what was received ahead. A rank that ends with its error may be gone before its
         other messages are.
         """
-        found = {}
+        found: dict[int, Told] = {}
+        end = time.monotonic() + _LAST_WORDS_SECONDS  # one that lives goes on saying so
         for peer, ear in self._ears.items():
             with suppress(CollectiveError):  # nothing more has arrived
-                while peer not in found:
+                while peer not in found and time.monotonic() < end:
                     word, of_session, numbers, text = ear.next(0, _ARRIVED)
                     if word == Word.ERROR and of_session == session:
                         found[peer] = Told(word, numbers, text)

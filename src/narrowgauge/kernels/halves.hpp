@@ -114,7 +114,7 @@ NOINLINE void decode_halves(const Code* codes, float* out, int64_t n, const Halv
   for (; i + 16 <= n; i += 16) widened(load16(codes + i), out + i);
   if (i < n) {
     Code last[16] = {};
-    float values[16] = {};
+    alignas(32) float values[16] = {};
     memcpy(last, codes + i, (n - i) * sizeof(Code));
     memcpy(values, out + i, (n - i) * sizeof(float));
     widened(load16(last), values);

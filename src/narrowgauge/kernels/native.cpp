@@ -414,7 +414,8 @@ EXPORT void narrowgauge_decode(const uint8_t* codes, float* out, int64_t n, cons
                                const float* scales, int64_t block, float factor, int threads) {
   parallel(n, threads, [=](int64_t begin, int64_t end) {
     const Decoder decoder(*grid);
-    const bool stream = n >= STREAMED && !(uintptr_t(out) % 32);
+    // Runs end at the borders of blocks; all of them must begin and end where vectors do.
+    const bool stream = n >= STREAMED && !(uintptr_t(out) % 32) && block % 16 == 0;
     for (int64_t i = begin; i < end; i += TILE) {
       const int64_t length = end - i < TILE ? end - i : TILE;
       (stream && length == TILE)

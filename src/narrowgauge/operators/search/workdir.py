@@ -100,8 +100,9 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             lost = [key for key in _NEEDED.get(entry["event"], ()) if key not in entry]
             if lost:
                 raise ValueError(f"which lacks {lost[0]!r}")
-        except ValueError as error:
-            text = "no event of a search" if isinstance(error, json.JSONDecodeError) else error
+        except (ValueError, RecursionError) as error:
+            known = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+            text = error if known else "no event of a search"
             raise ValueError(
                 f"line {number} of {path} is {line[:60]!r}, {text}; name another workdir, or move "
                 "this file away"
