@@ -12,7 +12,7 @@ from rich.text import Text
 from narrowgauge.operators.names import did_you_mean
 from narrowgauge.operators.plan import OperatorPlan
 from narrowgauge.report import Table
-from narrowgauge.search.report import alike, introduction, text_of
+from narrowgauge.search.report import alike, introduction, reasons, text_of
 
 app = typer.Typer(help="Show and compare operator plans.", no_args_is_help=True)
 
@@ -22,6 +22,8 @@ def show(path: Annotated[Path, typer.Argument(help="A file of OperatorPlan.save.
     """List a plan's operators, those of one signature and format in one row."""
     plan = _load(path)
     Console().print(alike(plan, shown=None).rich())
+    for sentence in reasons(plan):
+        Console().print(Text(sentence), soft_wrap=True)
     said = [f"Operators that are not named: {plan.default}. Fingerprint: {plan.fingerprint}."]
     if "decision" in plan.about:
         said = [*introduction(plan), *said]

@@ -80,7 +80,8 @@ def network_of(model: str | nn.Module) -> Network:
         )
     if model not in NETWORKS:
         raise ValueError(
-            f"model is {model!r}; allowed: {', '.join(NETWORKS)}, or any torch.nn.Module"
+            f"model is {model!r}; allowed: {', '.join(NETWORKS)}, or, in Python, any "
+            "torch.nn.Module"
         )
     name, make = NETWORKS[model]
     layers = make()

@@ -150,21 +150,15 @@ def alike(plan: OperatorPlan, shown: int | None = _SHOWN) -> Table:
 
     Args:
         plan: of a search, or any other, whose evidence may be anything.
-        shown: rows at most; ``None``: all, each with the first operator's reason.
+        shown: rows at most; ``None``: all.
     """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, format in plan.formats.items():
-        groups.setdefault((plan.signatures.get(name, name), format), []).append(name)
     columns, every = _times_and_errors(plan)
-    reasons = [_reason(plan, names[0]) for names in groups.values()] if shown is None else []
-    if any(reasons):
-        columns = [*columns, "why"]
     rows = []
-    for number, ((_, format), names) in enumerate(groups.items()):
+    for (_, format), names in _of_one_kind(plan).items():
         label = names[0] if len(names[0]) < 30 else f"…{names[0][-28:]}"
         label += f" and {len(names) - 1} more" if len(names) > 1 else ""
-        cells = [*every(names[0]), *([reasons[number]] if any(reasons) else [])]
-        rows.append((len(names) * _most(plan, names[0]), [label, format, *cells]))
+        cost = len(names) * _most(plan, names[0])
+        rows.append((cost, [label, format, *every(names[0])]))
     rows.sort(key=lambda row: -row[0])
     left = 0 if shown is None else len(rows) - shown
     return Table(
@@ -173,6 +167,26 @@ def alike(plan: OperatorPlan, shown: int | None = _SHOWN) -> Table:
         [row for _, row in rows[:shown]],
         [f"And {left} more kinds, which take less time; all are in the report."] * (left > 0),
     )
+
+
+def reasons(plan: OperatorPlan) -> list[str]:
+    """Why operators have their formats, a sentence for each kind; kinds of one reason together."""
+    found: dict[str, list[str]] = {}
+    for names in _of_one_kind(plan).values():
+        if why := _reason(plan, names[0]):
+            found.setdefault(why, []).extend(names)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
+        for why, names in found.items()
+    ]
+
+
+def _of_one_kind(plan: OperatorPlan) -> dict[tuple[str, str], list[str]]:
+    """Names of operators by signature and format."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, format in plan.formats.items():
+        kinds.setdefault((plan.signatures.get(name, name), format), []).append(name)
+    return kinds
 
 
 def casts(plan: OperatorPlan) -> Table:
